@@ -1,0 +1,12 @@
+"""What a dataset yields."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    """The user's message, before the chat template."""
+    reference: Any
+    """What the environment compares a response with."""
