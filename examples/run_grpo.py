@@ -1,0 +1,20 @@
+"""GRPO from a YAML config: `uv run examples/run_grpo.py --config examples/configs/grpo_sglang_broadcast_cpu.yaml`."""
+
+import sys
+
+from nemo_rl.config.loader import exit_with_refusal, load_config_or_exit
+
+
+def main() -> None:
+    config = load_config_or_exit(sys.argv[1:], program="run_grpo.py")
+    # Only a valid config is worth the import of torch, ray and sglang.
+    from nemo_rl.run import run_grpo
+
+    try:
+        run_grpo(config)
+    except ValueError as error:
+        exit_with_refusal(error)
+
+
+if __name__ == "__main__":
+    main()

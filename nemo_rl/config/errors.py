@@ -1,0 +1,32 @@
+"""The one error of a bad config."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """Bad input, found before anything expensive starts: one line per key, `key: got value; what is allowed`."""
+
+    def __init__(self, lines: Iterable[str]):
+        self.lines = tuple(lines)
+        super().__init__("\n".join(self.lines))
+
+
+def yaml_text(value: Any) -> str:
+    """A scalar as YAML and Hydra write it; strings quoted."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def refusal(key: str, value: Any, allowed: str) -> str:
+    shown = yaml_text(value)
+    return f"{key}: got {shown if len(shown) <= 80 else shown[:77] + '...'}; {allowed}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Names the closest of `known`, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    return f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(names)}"

@@ -1,0 +1,86 @@
+"""Ray, and the slots of a run reserved in it. A slot is one Ray GPU, or on CPU one Ray CPU."""
+
+import logging
+import os
+from collections.abc import Mapping
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 512 * 2**20
+"""Batches of token ids and log-probs; weights never pass through it."""
+
+
+def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
+    """Join the cluster of `RAY_ADDRESS`, or start one on this machine.
+
+    Raises:
+        ValueError: fewer slots than asked.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        _require(num_nodes, 1, "cluster.num_nodes", "nodes; set RAY_ADDRESS to a cluster that has more")
+        if device == "cuda":
+            _require(num_slots, _local_gpus(), "cluster.gpus_per_node", "GPUs")
+    ray.init(
+        address=address,
+        # On CPU slots are counted, not cores: two ranks and an engine take turns on two cores.
+        num_cpus=None if address else max(num_slots, os.cpu_count() or 1),
+        object_store_memory=None if address else _OBJECT_STORE_BYTES,
+        include_dashboard=None if address else False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+    )
+    if address is not None:
+        kind = "GPU" if device == "cuda" else "CPU"
+        available = int(ray.cluster_resources().get(kind, 0))
+        _require(num_slots, available, "cluster.gpus_per_node", f"{kind} slots in the Ray cluster")
+
+
+def _require(asked: int, available: int, key: str, what: str) -> None:
+    if asked > available:
+        raise ValueError(f"{key}: asked {asked}, available {available} {what}")
+
+
+def _local_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+class RayVirtualCluster:
+    """A reserved set of bundles; worker i of a group runs in bundle i."""
+
+    def __init__(self, *, name: str, num_bundles: int, slots_per_bundle: int, device: str, timeout_s: float = 120.0):
+        """Reserve; raises TimeoutError when the cluster has no room within `timeout_s`."""
+        self.num_bundles = num_bundles
+        self._device = device
+        self._slots = slots_per_bundle
+        kind = "GPU" if device == "cuda" else "CPU"
+        self._group: PlacementGroup | None = placement_group([{kind: slots_per_bundle}] * num_bundles, name=name)
+        if not self._group.wait(timeout_s):
+            remove_placement_group(self._group)
+            raise TimeoutError(
+                f"{name}: asked {num_bundles} x {slots_per_bundle} {kind}, free {ray.available_resources().get(kind, 0):g}; "
+                "is another run on this Ray cluster?"
+            )
+
+    def actor_options(self, bundle: int, env: Mapping[str, str]) -> dict[str, object]:
+        """Options for `ActorClass.options(...)` that place one actor in a bundle."""
+        cuda = self._device == "cuda"
+        return {
+            "num_gpus": self._slots if cuda else 0,
+            "num_cpus": 0 if cuda else self._slots,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+            "runtime_env": {"env_vars": dict(env)},
+        }
+
+    def shutdown(self) -> None:
+        """Give the slots back. Idempotent."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None

@@ -1,0 +1,36 @@
+"""The one way to make a synchronizer: refuse first, then choose."""
+
+from typing import Any
+
+from nemo_rl.config.support import check_support
+from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+
+
+def create_weight_synchronizer(
+    *,
+    policy: Any,
+    generation: Any,
+    generation_backend: str,
+    colocated: bool,
+    train_cluster: Any = None,
+    inference_cluster: Any = None,
+    refit_buffer_size_gb: float | None = None,
+) -> WeightSynchronizer:
+    """Make the synchronizer for a policy and a generation backend.
+
+    Args:
+        policy: a PolicyInterface with its `cfg`.
+        generation: an SGLangGeneration.
+        train_cluster, inference_cluster: part of the ecosystem's signature; the broadcast needs neither.
+
+    Raises:
+        ConfigError: the combination is not supported; nothing has been touched.
+    """
+    asked = policy.cfg.model_dump(by_alias=True)
+    asked["generation"]["backend"] = generation_backend
+    asked["generation"]["colocated"]["enabled"] = colocated
+    check_support({"policy": asked})
+
+    from nemo_rl.weight_sync.sglang_weight_synchronizer import SGLangDisaggregatedWeightSynchronizer
+
+    return SGLangDisaggregatedWeightSynchronizer(policy, generation, refit_buffer_size_gb)

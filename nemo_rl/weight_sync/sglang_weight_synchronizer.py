@@ -1,0 +1,116 @@
+"""The refit of SGLang engines on devices of their own, seen from the driver."""
+
+import logging
+import os
+from typing import Any
+
+from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.process_group import TransferError
+from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.utils.timer import Timer
+from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+
+logger = logging.getLogger(__name__)
+
+MEMORY_RATIO_VARIABLE = "NRL_REFIT_BUFFER_MEMORY_RATIO"
+_DEFAULT_MEMORY_RATIO = 0.3
+_MAX_BUFFER_BYTES = 2 * 2**30
+"""Larger buckets gain nothing and the engine allocates each one whole."""
+_MIN_BUFFER_BYTES = 2**20
+
+
+class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
+    def __init__(
+        self, policy: PolicyInterface, generation: SGLangGeneration, refit_buffer_size_gb: float | None = None
+    ):
+        self._policy = policy
+        self._generation = generation
+        self._refit_buffer_size_gb = refit_buffer_size_gb
+        self._buffer_size_bytes: int | None = None
+        self._stale = True
+        self._proven = False
+        self._version = 0
+        self.last_stats = RefitStats()
+
+    @property
+    def is_stale(self) -> bool:
+        return self._stale
+
+    @property
+    def version(self) -> int:
+        """Successful refits so far."""
+        return self._version
+
+    def mark_stale(self) -> None:
+        self._stale = True
+
+    def init_communicator(self) -> None:
+        if self._buffer_size_bytes is None:
+            self._buffer_size_bytes = self._decide_buffer_size_bytes()
+            logger.info("refit buckets of at most %.3f GB", self._buffer_size_bytes / 1e9)
+        self._connect()
+
+    def sync_weights(self, *, timer: Timer | None = None, kv_scales: Any = None) -> None:
+        """Raises TransferError or TimeoutError; then generation stays paused and `is_stale` true."""
+        if kv_scales is not None:
+            raise NotImplementedError("kv_scales: the KV cache is not quantised; pass None")
+        self._stale = True
+        if self._generation.num_new_engines or self._buffer_size_bytes is None:
+            self.init_communicator()
+        with (timer or Timer()).span("refit"):
+            self._transfer(Deadline(self._generation.refit_timeout_s))
+        self._stale = False
+
+    def shutdown(self) -> None:
+        self._policy.disconnect_sglang_rollout_engines_distributed()
+
+    def _connect(self) -> None:
+        self._policy.connect_sglang_rollout_engines_distributed(
+            rollout_engines=self._generation.rollout_engines,
+            engine_gpu_counts=self._generation.engine_gpu_counts,
+        )
+        self._generation.clear_updatable_num_new_engines()
+
+    def _transfer(self, deadline: Deadline) -> None:
+        generation = self._generation
+        generation.pause(deadline)
+        before = None if self._proven else generation.weight_checksums(deadline)
+        generation.begin_weight_update(deadline)
+        try:
+            stats = self._policy.update_weights_to_sglang_distributed(
+                rollout_engines=generation.rollout_engines,
+                rollout_engine_lock=generation.rollout_engine_lock,
+                buffer_size_bytes=self._buffer_size_bytes or _MIN_BUFFER_BYTES,
+            )
+        finally:
+            # A failed update leaves the session open, and an open one refuses the next.
+            generation.end_weight_update(deadline)
+        if before is not None:
+            self._prove_unchanged(before, generation.weight_checksums(deadline))
+        generation.set_weight_version(self._version + 1, deadline)
+        self._version += 1
+        generation.resume(deadline)
+        self.last_stats = stats
+
+    def _prove_unchanged(self, before: list[dict[str, str]], after: list[dict[str, str]]) -> None:
+        """The first refit sends what the engines loaded from disk, so it must change no digest."""
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+            changed = sorted(name for name in old if new.get(name) != old[name])
+            if changed:
+                raise TransferError(
+                    f"engine {index}: the first refit sent the checkpoint that the engine had loaded, yet "
+                    f"{len(changed)} of {len(old)} tensors changed: {', '.join(changed[:5])}"
+                )
+        self._proven = True
+        logger.info("first refit: all %d engine checksums unchanged", sum(len(digests) for digests in after))
+
+    def _decide_buffer_size_bytes(self) -> int:
+        """Once, on the driver, from the configured size or the least free memory of any trainer rank."""
+        if self._refit_buffer_size_gb is not None:
+            return max(int(self._refit_buffer_size_gb * 1e9), _MIN_BUFFER_BYTES)
+        ratio = float(os.environ.get(MEMORY_RATIO_VARIABLE, _DEFAULT_MEMORY_RATIO))
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"{MEMORY_RATIO_VARIABLE}: got {ratio}; allowed: above 0, at most 1")
+        return max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, int(ratio * self._policy.free_memory_bytes())))

@@ -1,0 +1,160 @@
+"""The wire over real gloo: what arrives, and that a fault is an error inside the deadline."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_engine import GlooEngine, PerTensorEngine
+from nemo_rl.distributed.weight_transfer.broadcast import BucketSender, broadcast_hf_buckets_via_distributed_impl
+from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.process_group import (
+    TransferError,
+    WeightUpdateGroup,
+    connect_rollout_engines_from_distributed,
+    disconnect_rollout_engines_from_distributed,
+)
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 16), (3,), (5, 7), (1,), (64,)]
+    named = [(f"w{i}", torch.randn(shape, generator=generator).bfloat16()) for i, shape in enumerate(shapes)]
+    return [*named, ("bias", torch.randn(9, generator=generator))]
+
+
+def connect(engines: list[GlooEngine], timeout_s: float = 20.0, name: str = "refit") -> WeightUpdateGroup:
+    return connect_rollout_engines_from_distributed(
+        rollout_engines=engines,
+        engine_gpu_counts=[engine.num_ranks for engine in engines],
+        group_name=name,
+        backend="gloo",
+        master_address="127.0.0.1",
+        deadline=Deadline(timeout_s),
+    )
+
+
+def send_all(engines: list[GlooEngine], group: WeightUpdateGroup, buffer_size_bytes: int, timeout_s: float = 20.0) -> BucketSender:
+    sender = BucketSender(engines, group, Deadline(timeout_s))
+    for bucket in iter_named_tensor_buckets(weights(), buffer_size_bytes):
+        sender.send(bucket)
+    return sender
+
+
+@pytest.mark.parametrize("kind", [GlooEngine, PerTensorEngine])
+@pytest.mark.parametrize("buffer_size_bytes", [1, 100, 10_000])
+def test_every_tensor_arrives_bit_equal_on_every_engine(kind: type[GlooEngine], buffer_size_bytes: int) -> None:
+    engines = [kind("engine 0"), kind("engine 1", num_ranks=2)]
+    sender = send_all(engines, connect(engines), buffer_size_bytes)
+    expected = dict(weights())
+    for engine in engines:
+        assert engine.received.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert engine.received[name].dtype == tensor.dtype
+            assert torch.equal(engine.received[name], tensor)
+    assert sender.stats.num_tensors == 6
+    assert sender.stats.num_bytes == sum(tensor.nbytes for tensor in expected.values())
+    assert sender.stats.num_buckets == len(engines[0].headers)
+
+
+def test_rank_offsets_follow_the_engines_sizes() -> None:
+    engines = [GlooEngine("a", 1), GlooEngine("b", 2), GlooEngine("c", 1)]
+    connect(engines)
+    assert [engine.rank_offset for engine in engines] == [1, 2, 4]
+    assert engines[0].group is not None
+    assert engines[0].group.world_size == 5
+
+
+def test_three_groups_in_a_row_on_fresh_ports() -> None:
+    engines = [GlooEngine("a")]
+    ports = set()
+    for number in range(3):
+        group = connect(engines, name=f"refit_{number}")
+        send_all(engines, group, 100)
+        ports.add(group.spec.master_port)
+        disconnect_rollout_engines_from_distributed(rollout_engines=engines, group=group, deadline=Deadline(5))
+    assert len(ports) == 3
+
+
+def refuse(text: str) -> None:
+    raise RuntimeError(text)
+
+
+def test_an_engine_that_refuses_to_join_is_told_at_once_and_by_name() -> None:
+    engines = [GlooEngine("engine 0"), GlooEngine("engine 1", on_join=lambda: refuse("no such backend"))]
+    start_s = time.monotonic()
+    with pytest.raises(TransferError, match="engine 1 did not join the weight-update group: no such backend"):
+        connect(engines, timeout_s=6.0)
+    assert time.monotonic() - start_s < 5.0
+
+
+def test_an_engine_that_never_joins_ends_at_the_deadline() -> None:
+    released = threading.Event()
+    engines = [GlooEngine("engine 0"), GlooEngine("engine 1", on_join=lambda: released.wait(10) and None)]
+    with pytest.raises(TimeoutError, match="not formed within 1 s; waiting for .*engine 1"):
+        connect(engines, timeout_s=1.0)
+    released.set()
+
+
+def test_a_bucket_refused_before_it_is_received_does_not_hold_the_sender() -> None:
+    engine = GlooEngine("engine 0", on_bucket=lambda index: refuse("Unaligned received tensor") if index == 2 else None)
+    group = connect([engine])
+    start_s = time.monotonic()
+    with pytest.raises(TransferError, match=r"engine 0 failed at bucket 2 \(.*\): Unaligned received tensor"):
+        send_all([engine], group, 100)
+    assert time.monotonic() - start_s < 5.0
+    group.abandon()
+
+
+def test_an_engine_that_never_answers_ends_at_the_deadline() -> None:
+    released = threading.Event()
+    engine = GlooEngine("engine 0", on_bucket=lambda index: released.wait(10) and None)
+    group = connect([engine])
+    with pytest.raises(TimeoutError, match=r"engine 0.* did not answer for bucket 0"):
+        send_all([engine], group, 100, timeout_s=1.0)
+    group.abandon()
+    released.set()
+
+
+def trainer_rank(rank: int, folder: str, fails_at: int) -> None:
+    """Two trainer ranks whose bucket iterator gathers; rank 0 sends."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    walked = []
+
+    def gathered():  # type: ignore[no-untyped-def]
+        for name, tensor in weights():
+            parts = [torch.empty_like(tensor) for _ in range(2)]
+            dist.all_gather(parts, tensor)
+            walked.append(name)
+            yield name, parts[0]
+
+    sender = None
+    if rank == 0:
+        engine = GlooEngine("engine 0", on_bucket=lambda index: refuse("disk full") if index == fails_at else None)
+        sender = BucketSender([engine], connect([engine]), Deadline(20))
+    try:
+        stats = broadcast_hf_buckets_via_distributed_impl(
+            bucket_iterator=iter_named_tensor_buckets(gathered(), 100), sender=sender
+        )
+        outcome = f"sent {stats.num_tensors}"
+    except TransferError as error:
+        outcome = str(error)
+    Path(folder, f"rank{rank}").write_text(f"{outcome}|{len(walked)}")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("fails_at", [-1, 0, 3])
+def test_every_rank_walks_it_all_and_ends_alike(tmp_path: Path, fails_at: int) -> None:
+    torch.multiprocessing.spawn(trainer_rank, (str(tmp_path), fails_at), nprocs=2)
+    outcomes = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
+    (outcome,) = outcomes
+    said, walked = outcome.rsplit("|", 1)
+    assert walked == "6"
+    if fails_at < 0:
+        assert said == "sent 6"
+    else:
+        assert said.startswith(f"engine 0 failed at bucket {fails_at} (")
+        assert said.endswith(": disk full")
