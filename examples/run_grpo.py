@@ -7,13 +7,15 @@ from nemo_rl.config.loader import exit_with_refusal, load_config_or_exit
 
 def main() -> None:
     config = load_config_or_exit(sys.argv[1:], program="run_grpo.py")
-    # Only a valid config is worth the import of torch, ray and sglang.
+    # torch, ray and sglang are imported for a valid config only.
     from nemo_rl.run import run_grpo
+    from nemo_rl.setup import prepare_inputs
 
     try:
-        run_grpo(config)
+        inputs = prepare_inputs(config)
     except ValueError as error:
         exit_with_refusal(error)
+    run_grpo(config, inputs)
 
 
 if __name__ == "__main__":

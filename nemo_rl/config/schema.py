@@ -6,7 +6,7 @@ combination is refused by `support.py`, whose table knows the nearest supported 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -14,25 +14,32 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
 class AdamWKwargs(Section):
     lr: Annotated[float, Field(gt=0.0, le=1.0)] = 5e-6
+    """Learning rate after warm-up."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    """Decoupled weight decay."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Decay of the first and the second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the denominator."""
 
 
 class OptimizerConfig(Section):
     name: Literal["torch.optim.AdamW"] = "torch.optim.AdamW"
+    """The optimizer."""
     kwargs: AdamWKwargs = AdamWKwargs()
 
 
 class LinearLRKwargs(Section):
     start_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Of `lr`, at the first step."""
     end_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Of `lr`, from `total_iters` on."""
     total_iters: PositiveInt = 10
     """Optimizer steps until `end_factor`."""
 
@@ -41,6 +48,7 @@ class SchedulerConfig(Section):
     """Warm-up of the learning rate."""
 
     name: Literal["torch.optim.lr_scheduler.LinearLR"] = "torch.optim.lr_scheduler.LinearLR"
+    """Linear warm-up."""
     kwargs: LinearLRKwargs = LinearLRKwargs()
 
 
@@ -53,54 +61,73 @@ class TokenizerConfig(Section):
 
 class DTensorConfig(Section):
     enabled: bool = True
+    """The FSDP2/DTensor policy."""
     v2: bool = Field(default=True, alias="_v2")
+    """The second worker; the first is not supported."""
     tensor_parallel_size: PositiveInt = 1
+    """Ranks that share each matrix."""
     context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
     sequence_parallel: bool = False
+    """Shard activations along the sequence; goes with tensor parallelism."""
     cpu_offload: bool = False
+    """Keep the shards in host memory."""
     activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
 
 
 class MegatronConfig(Section):
     enabled: bool = False
+    """The Megatron policy; not supported."""
 
 
 class GenerationResources(Section):
     num_nodes: PositiveInt | None = None
+    """Nodes taken for the engines; null: 1."""
     gpus_per_node: PositiveInt | None = None
     """Slots taken from `cluster.gpus_per_node` for the engines."""
 
 
 class ColocatedConfig(Section):
     enabled: bool = False
+    """Engines on the trainer's devices; not supported."""
     resources: GenerationResources = GenerationResources()
 
 
 class SGLangServerConfig(Section):
     weight_transfer_mode: Literal["broadcast", "ipc"] = "broadcast"
+    """How the weights reach the engines."""
     weight_update_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the weight-update group; null: nccl on CUDA, gloo on CPU."""
     pause_generation_mode: Literal["retract", "abort", "in_place"] = "retract"
+    """What a refit does to running requests: start them again afterwards, or end them with what they have."""
     num_gpus: PositiveInt | None = None
     """Slots of all engines together; null: all inference slots."""
     num_gpus_per_engine: PositiveInt = 1
+    """Slots of one engine: its tensor-parallel size."""
     pp_size: PositiveInt = 1
+    """Pipeline-parallel size of an engine."""
     sglang_server_concurrency: PositiveInt = 64
     """Requests in flight per engine."""
     startup_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """Until a server must answer."""
     request_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """One generation request."""
     refit_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """One whole refit, shared by every wait in it."""
     needs_offload: bool = False
+    """Of colocated engines; not supported."""
     cpu_weight_backup: bool = False
+    """Of colocated engines; not supported."""
     random_seed: int = 42
+    """Of the engines' samplers; engine i adds i."""
     extra_args: list[str] = []
     """Passed to `sglang.launch_server` as they are, after ours."""
 
 
 class SGLangQuantizationConfig(Section):
     scheme: str = "bf16"
+    """Of the engines; `bf16`: weights as the policy sends them."""
 
 
 class SGLangConfig(Section):
@@ -110,12 +137,19 @@ class SGLangConfig(Section):
 
 class GenerationConfig(Section):
     backend: Literal["sglang", "vllm", "megatron"] = "sglang"
+    """Generation backend."""
     max_new_tokens: PositiveInt
+    """Of one response."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of sampling and of the log-probs that are trained on; validation is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling; 1 only."""
     top_k: PositiveInt | None = None
+    """Sampling among the k likeliest; null only."""
     stop_token_ids: list[int] | None = None
+    """Tokens that end a response, beside the tokenizer's eos."""
     stop_strings: list[str] | None = None
+    """Texts that end a response."""
     colocated: ColocatedConfig = ColocatedConfig()
     sglang_cfg: SGLangConfig = SGLangConfig()
 
@@ -133,9 +167,12 @@ class PolicyConfig(Section):
     logprob_batch_size: PositiveInt | None = None
     """Samples per forward pass of one rank without gradient; null: `train_micro_batch_size`."""
     max_total_sequence_length: PositiveInt
+    """Prompt and response, in tokens."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
+    """Gradients are clipped to this norm over all ranks; null: not clipped."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
+    """Warm-up; null: none."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
     refit_buffer_size_gb: Annotated[float, Field(gt=0.0)] | None = None
@@ -145,27 +182,38 @@ class PolicyConfig(Section):
 
 class GRPOConfig(Section):
     num_prompts_per_step: PositiveInt
+    """Groups per step."""
     num_generations_per_prompt: Annotated[int, Field(ge=2)]
+    """Samples per group."""
     max_num_steps: PositiveInt
+    """Steps of the run."""
     max_num_epochs: PositiveInt = 1_000_000
+    """Passes over the training prompts."""
     val_period: Annotated[int, Field(ge=0)] = 10
     """Steps between validations; 0: none."""
     val_at_start: bool = True
+    """Validate before the first step."""
     val_at_end: bool = True
+    """Validate after the last step."""
     max_val_samples: PositiveInt = 200
+    """The first so many validation problems."""
     normalize_rewards: bool = True
     """Divide the advantage by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
+    """Compare a sample with the mean of its group's others; false: with the mean of all."""
     seed: int = 42
+    """Of the order of prompts and of the trainer."""
 
 
 class LossConfig(Section):
     reference_policy_kl_penalty: Annotated[float, Field(ge=0.0)] = 0.01
     """Weight of the KL term; 0: no reference policy is held."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence."""
     ratio_clip_min: Fraction = 0.2
+    """The ratio is clipped from below at 1 - this."""
     ratio_clip_max: Annotated[float, Field(ge=0.0)] = 0.2
-    """Differs from `ratio_clip_min`: asymmetric clip."""
+    """And from above at 1 + this; another value than `ratio_clip_min` makes the clip asymmetric."""
     ratio_clip_c: Annotated[float, Field(gt=1.0)] | None = None
     """Dual clip for negative advantages; null: off."""
     token_level_loss: bool = True
@@ -178,40 +226,63 @@ class LossConfig(Section):
 
 class ArithmeticDataConfig(Section):
     dataset_name: Literal["arithmetic"]
+    """Sums of our own, from a seed; training and validation problems differ."""
     num_train: PositiveInt = 4096
+    """Training problems."""
     num_validation: Annotated[int, Field(ge=0)] = 200
+    """Validation problems."""
     min_terms: Annotated[int, Field(ge=2, le=3)] = 2
+    """Least number of terms."""
     max_terms: Annotated[int, Field(ge=2, le=3)] = 2
+    """Greatest number of terms."""
     max_operand: PositiveInt = 99
+    """Operands run from 0 to this."""
     operators: Annotated[list[Literal["+", "-", "*"]], Field(min_length=1)] = ["+", "-"]
+    """What joins the terms."""
     seed: int = 42
+    """Of the problems."""
     shuffle: bool = True
+    """A new order of the training prompts in each epoch."""
     prompt: str = "State the final answer to the following arithmetic problem: {problem} ="
+    """The user's message; `{problem}` stands for the problem."""
 
 
 class ReasoningGymDataConfig(Section):
     dataset_name: Literal["reasoning_gym"]
+    """A task of the package reasoning-gym (`uv run --extra reasoning-gym ...`)."""
     task: str
     """Name of a task of the package."""
     task_kwargs: dict[str, bool | int | float | str] = {}
+    """Its settings."""
     num_train: PositiveInt = 4096
+    """Training problems."""
     num_validation: Annotated[int, Field(ge=0)] = 200
+    """Validation problems."""
     seed: int = 42
+    """Of the problems."""
     shuffle: bool = True
+    """A new order of the training prompts in each epoch."""
     prompt: str = "{problem}"
+    """The user's message; `{problem}` stands for the problem."""
 
 
 class ResponseDataConfig(Section):
-    """JSON lines with a prompt and a reference answer."""
-
     dataset_name: Literal["ResponseDataset"]
+    """JSON lines with a prompt and a reference answer."""
     train_data_path: str
+    """JSON lines to train on."""
     val_data_path: str | None = None
+    """JSON lines to validate on; null: none."""
     input_key: str = "input"
+    """Key of the prompt."""
     output_key: str = "output"
+    """Key of the reference answer."""
     seed: int = 42
+    """Of the problems."""
     shuffle: bool = True
+    """A new order of the training prompts in each epoch."""
     prompt: str = "{problem}"
+    """The user's message; `{problem}` stands for the problem."""
 
 
 DataConfig = Annotated[
@@ -232,7 +303,9 @@ class LoggerConfig(Section):
     log_dir: str = "logs/grpo"
     """A new numbered folder `exp_NNN` is made in it for each run."""
     tensorboard_enabled: bool = True
-    num_val_samples_to_print: Annotated[int, Field(ge=0)] = 3
+    """Write `tensorboard/` into the run folder."""
+    num_val_samples_to_print: Annotated[int, Field(ge=0)] = 5
+    """Validation samples kept in `samples.jsonl` each time."""
 
 
 class CheckpointingConfig(Section):
@@ -246,7 +319,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda where there is one. On cpu a slot stands for a GPU in every count."""
     num_nodes: PositiveInt = 1
+    """Nodes of the Ray cluster."""
     gpus_per_node: PositiveInt
+    """Slots of one node, for trainer ranks and engines together."""
 
 
 class MasterConfig(Section):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 
 import ray
@@ -61,7 +62,7 @@ class RayVirtualCluster:
         self._device = device
         self._slots = slots_per_bundle
         kind = "GPU" if device == "cuda" else "CPU"
-        self._group: PlacementGroup | None = placement_group([{kind: slots_per_bundle}] * num_bundles, name=name)
+        self._group: PlacementGroup = placement_group([{kind: slots_per_bundle}] * num_bundles, name=name)
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
             raise TimeoutError(
@@ -79,8 +80,15 @@ class RayVirtualCluster:
             "runtime_env": {"env_vars": dict(env)},
         }
 
-    def shutdown(self) -> None:
-        """Give the slots back. Idempotent."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+    def reserve_rendezvous(self) -> tuple[str, int]:
+        """Address of bundle 0's node and a port that is free there."""
+        probe = ray.remote(_free_address).options(**self.actor_options(0, {}))
+        address: tuple[str, int] = ray.get(probe.remote(), timeout=120.0)
+        return address
+
+
+def _free_address() -> tuple[str, int]:
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1]

@@ -37,8 +37,8 @@ class RayWorkerGroup:
         make_kwargs: Callable[[int], Mapping[str, Any]],
     ):
         self.name = name
-        actor_class = ray.remote(worker_class)
-        self._workers = [
+        actor_class: Any = ray.remote(worker_class)
+        self._workers: list[Any] = [
             actor_class.options(**cluster.actor_options(rank, env)).remote(**make_kwargs(rank))
             for rank in range(cluster.num_bundles)
         ]

@@ -1,7 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl, TensorBoard, one console line per step, a picture at the end."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -61,6 +61,11 @@ class MetricsLogger:
     def note(self, text: str) -> None:
         """A line for the person at the console."""
         self._console.print(text, markup=False, soft_wrap=True)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
+        """Append to `samples.jsonl`: prompt, response, reference and reward of each."""
+        with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **sample}, default=str) + "\n" for sample in samples)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step; `metrics` maps names to numbers."""

@@ -1,18 +1,43 @@
 """The folder of one run."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 
-def make_run_folder(log_dir: str) -> Path:
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def engine_logs(self) -> Path:
+        return self.path / "engines"
+
+    @property
+    def trainer_logs(self) -> Path:
+        return self.path / "trainers"
+
+    @property
+    def exported_model(self) -> Path:
+        return self.path / "hf_model"
+
+
+def make_run_folder(log_dir: str) -> RunFolder:
     """A new `exp_NNN` in `log_dir`, one above the highest there."""
-    parent = Path(log_dir)
+    parent = Path(log_dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name[4:]) for path in parent.glob("exp_[0-9]*") if path.name[4:].isdigit()), default=0)
     while True:
-        folder = parent / f"exp_{number:03d}"
+        folder = RunFolder(parent / f"exp_{number:03d}")
         try:
-            folder.mkdir()
+            folder.path.mkdir()
         except FileExistsError:  # another run took it in between
             number += 1
             continue
+        folder.engine_logs.mkdir()
+        folder.trainer_logs.mkdir()
         return folder

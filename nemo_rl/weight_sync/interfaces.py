@@ -31,5 +31,10 @@ class WeightSynchronizer(ABC):
         """Send every weight to every engine, all or nothing."""
 
     @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Of the last refit: `refit/bytes`, `refit/buckets`, `refit/tensors`, `refit/weight_version`,
+        `refit/megabytes_per_s` (10^6 bytes, over the whole refit)."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Leave the weight-update group. Idempotent."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from typing import Any
 
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
@@ -32,7 +33,8 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
         self._proven = False
         self._version = 0
-        self.last_stats = RefitStats()
+        self._last_stats = RefitStats()
+        self._last_seconds = 0.0
 
     @property
     def is_stale(self) -> bool:
@@ -59,9 +61,21 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
         if self._generation.num_new_engines or self._buffer_size_bytes is None:
             self.init_communicator()
+        start_s = time.perf_counter()
         with (timer or Timer()).span("refit"):
             self._transfer(Deadline(self._generation.refit_timeout_s))
+        self._last_seconds = time.perf_counter() - start_s
         self._stale = False
+
+    def metrics(self) -> dict[str, float]:
+        stats = self._last_stats
+        return {
+            "refit/bytes": stats.num_bytes,
+            "refit/buckets": stats.num_buckets,
+            "refit/tensors": stats.num_tensors,
+            "refit/weight_version": self._version,
+            "refit/megabytes_per_s": stats.num_bytes / 1e6 / self._last_seconds if self._last_seconds else 0.0,
+        }
 
     def shutdown(self) -> None:
         self._policy.disconnect_sglang_rollout_engines_distributed()
@@ -92,7 +106,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         generation.set_weight_version(self._version + 1, deadline)
         self._version += 1
         generation.resume(deadline)
-        self.last_stats = stats
+        self._last_stats = stats
 
     def _prove_unchanged(self, before: list[dict[str, str]], after: list[dict[str, str]]) -> None:
         """The first refit sends what the engines loaded from disk, so it must change no digest."""

@@ -1,6 +1,6 @@
 """The sender: trainer rank 0 broadcasts bucket after bucket and watches the engines' answers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,14 +84,32 @@ def broadcast_hf_buckets_via_distributed_impl(
             sender.send(bucket)
         except Exception as error:  # whatever it is, the other ranks are in the next gather and need this one there
             failure = error
-    outcome = share_from_rank0((str(failure) if failure else None, sender.stats if sender else None))
-    reason, stats = outcome
+    reason, stats = _share_from_rank0((str(failure) if failure else None, sender.stats if sender else RefitStats()))
     if reason is not None:
         raise TransferError(reason) from failure
     return stats
 
 
-def share_from_rank0(value: T) -> T:
+def on_rank0(action: Callable[[], T]) -> T | None:
+    """Run `action` on rank 0 alone; every rank returns (rank 0 the result, others None), or every rank raises.
+
+    Raises:
+        TransferError: on every rank, with rank 0's reason.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+            failure = error
+    reason = _share_from_rank0(str(failure) if failure else None)
+    if reason is not None:
+        raise TransferError(reason) from failure
+    return result
+
+
+def _share_from_rank0(value: T) -> T:
     """Rank 0's picklable value, on every rank of the trainer's default group."""
     holder = [value]
     dist.broadcast_object_list(holder, src=0)

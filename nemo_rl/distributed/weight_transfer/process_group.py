@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as DeviceBackend
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec, Receiver
+
+
+DeviceBackend = Any
+"""torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs leave out their methods."""
 
 
 class TransferError(RuntimeError):
@@ -35,16 +39,26 @@ class WeightUpdateGroup:
         """Start sending a contiguous tensor; the caller keeps it alive until the work is done."""
         options = BroadcastOptions()
         options.rootRank = 0
-        return self._backends[tensor.device.type].broadcast([tensor], options)
+        work: dist.Work = self._backends[tensor.device.type].broadcast([tensor], options)
+        return work
+
+    def close(self) -> None:
+        """Drop the connections of a group with nothing under way. Idempotent."""
+        for backend in self._backends.values():
+            backend.abort()
+        self._backends.clear()
 
     def abandon(self) -> None:
-        """Let go of the group without waiting for it. Idempotent.
+        """Let go of a group whose broadcast may never be received, without waiting for it. Idempotent.
 
-        gloo's abort waits for a broadcast that nobody receives until the group's timeout, so it has its own thread.
+        gloo's abort and its destructor wait, with the GIL held, until that broadcast times out; so the backends stay
+        alive as long as this process.
         """
-        for backend in self._backends.values():
-            Thread(target=backend.abort, name=f"abandon-{self.spec.name}", daemon=True).start()
+        _ABANDONED.extend(self._backends.values())
         self._backends.clear()
+
+
+_ABANDONED: list[DeviceBackend] = []
 
 
 def connect_rollout_engines_from_distributed(
@@ -83,7 +97,8 @@ def connect_rollout_engines_from_distributed(
         for engine, offset in zip(rollout_engines, offsets, strict=True)
     }
     own = _in_thread(spec, store, deadline)
-    done, pending = wait([own, *joins], timeout=deadline.remaining_s(), return_when=FIRST_EXCEPTION)
+    waits: list[Future[Any]] = [own, *joins]
+    done, pending = wait(waits, timeout=deadline.remaining_s(), return_when=FIRST_EXCEPTION)
     for future, engine in joins.items():
         if future in done and (error := future.exception()) is not None:
             raise TransferError(f"{engine.name} did not join the weight-update group: {error}") from error
@@ -102,7 +117,7 @@ def disconnect_rollout_engines_from_distributed(
         TransferError: an engine did not let go of it.
     """
     leaves = {engine.leave(group.spec.name, deadline.remaining_s()): engine for engine in rollout_engines}
-    group.abandon()
+    group.close()
     done, pending = wait(leaves, timeout=deadline.remaining_s())
     failed = {leaves[future].name: future.exception() for future in done if future.exception() is not None}
     failed |= {leaves[future].name: TimeoutError("no answer") for future in pending}

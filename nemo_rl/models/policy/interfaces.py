@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
 
 LossFunction = Callable[[torch.Tensor, BatchedDataDict, "LossNormalizer"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs `[batch, seq - 1]` float32 with gradient, micro-batch, normalizer) -> (loss, metrics).
@@ -67,7 +69,7 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: list[Any], engine_gpu_counts: list[int], group_name: str | None = None
+        self, *, rollout_engines: list[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
     ) -> None:
         """Make the weight-update group: trainer rank 0 and every engine rank. Called on every trainer rank."""
 
@@ -75,21 +77,21 @@ class PolicyInterface(ABC):
     def update_weights_to_sglang_distributed(
         self,
         *,
-        rollout_engines: list[Any],
-        rollout_engine_lock: Any,
+        rollout_engines: list[Receiver],
         buffer_size_bytes: int,
+        rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
-    ) -> "RefitStats":
-        """Send every weight to every engine. Called on every trainer rank; every rank raises or none does."""
+    ) -> RefitStats:
+        """Send every weight to every engine. Called on every trainer rank; every rank raises or none does.
+
+        `rollout_engine_lock` is part of the ecosystem's signature: here the driver alone calls, so None will do.
+        """
+
+    @abstractmethod
+    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+        """Take the weight-update group down on both sides. Idempotent."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """End the ranks. Idempotent."""
-
-
-@dataclass(frozen=True)
-class RefitStats:
-    num_bytes: int
-    num_tensors: int
-    num_buckets: int

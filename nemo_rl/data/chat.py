@@ -1,0 +1,120 @@
+"""From problems to token ids: the tokenizer, its chat template, its pad token."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nemo_rl.config.schema import TokenizerConfig
+from nemo_rl.data.interfaces import Problem
+
+logger = logging.getLogger(__name__)
+
+_KEY = "policy.tokenizer.chat_template"
+
+
+def load_tokenizer(config: TokenizerConfig, model_folder: Path) -> PreTrainedTokenizerBase:
+    """Load `config.name`, or the model's own; without a pad token, eos pads.
+
+    Raises:
+        ValueError: no such tokenizer, or it has neither pad nor eos token; names the key.
+    """
+    source = config.name or str(model_folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"policy.tokenizer.name: cannot load a tokenizer from {source!r} ({reason})") from error
+    ensure_pad_token(tokenizer)
+    return tokenizer
+
+
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let eos pad where there is no pad token. Safe: lengths and masks tell padding apart, never the token id."""
+    if tokenizer.pad_token_id is not None:
+        return
+    if tokenizer.eos_token_id is None:
+        raise ValueError("policy.tokenizer.name: the tokenizer has neither a pad nor an eos token")
+    tokenizer.pad_token = tokenizer.eos_token
+    logger.warning("the tokenizer has no pad token; its eos token %r pads", tokenizer.eos_token)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    text: str
+    """What the model reads, template included."""
+    token_ids: tuple[int, ...]
+    reference: Any
+
+
+class ChatEncoder:
+    """Renders a user message and tokenizes it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+        """
+        Args:
+            chat_template: `default`: the tokenizer's own; None: raw text; anything else: a Jinja template.
+
+        Raises:
+            ValueError: there is no such template, or it cannot render a user message; names the key.
+        """
+        self._tokenizer = tokenizer
+        self._template = _find_template(tokenizer, chat_template)
+        if self._template is not None:
+            self._probe()
+
+    def render(self, prompt: str) -> str:
+        """The text that the model continues."""
+        if self._template is None:
+            return prompt
+        message = [{"role": "user", "content": prompt}]
+        text = self._tokenizer.apply_chat_template(
+            message, chat_template=self._template, add_generation_prompt=True, tokenize=False
+        )
+        return str(text)
+
+    def encode(self, problem: Problem) -> EncodedPrompt:
+        text = self.render(problem.prompt)
+        # A template writes its special tokens itself; raw text gets the ones that the tokenizer adds.
+        token_ids = self._tokenizer(text, add_special_tokens=self._template is None)["input_ids"]
+        return EncodedPrompt(text=text, token_ids=tuple(token_ids), reference=problem.reference)
+
+    def _probe(self) -> None:
+        probe = "a < b"
+        try:
+            text = self.render(probe)
+        except TemplateError as error:
+            raise ValueError(f"{_KEY}: the template cannot render a user message ({error})") from error
+        if probe not in text:
+            raise ValueError(f"{_KEY}: the template leaves out or changes the user's message; it gives {text!r}")
+
+
+def encode_problems(
+    problems: Sequence[Problem], encoder: ChatEncoder, max_total_sequence_length: int
+) -> list[EncodedPrompt]:
+    """Encode all; leave out, with a logged count, what leaves no room for a response or gives no token at all."""
+    encoded = [encoder.encode(problem) for problem in problems]
+    kept = [prompt for prompt in encoded if 0 < len(prompt.token_ids) < max_total_sequence_length]
+    if len(kept) < len(encoded):
+        num_empty = sum(not prompt.token_ids for prompt in encoded)
+        logger.warning(
+            "left out %d of %d prompts: %d longer than %d tokens (policy.max_total_sequence_length - 1), %d empty",
+            len(encoded) - len(kept), len(encoded), len(encoded) - len(kept) - num_empty,
+            max_total_sequence_length - 1, num_empty,
+        )  # fmt: skip
+    return kept
+
+
+def _find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str | None:
+    if chat_template != "default":
+        return chat_template
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{_KEY}: got 'default', but the tokenizer has no chat template; "
+            "set it to null for raw text, or to a Jinja template"
+        )
+    return str(tokenizer.get_chat_template())

@@ -1,0 +1,45 @@
+"""JSON lines with a prompt and a reference answer."""
+
+import json
+from pathlib import Path
+
+from nemo_rl.config.schema import ResponseDataConfig
+from nemo_rl.data.interfaces import DatasetSplit, Problem
+
+
+def load_response_dataset(config: ResponseDataConfig) -> DatasetSplit:
+    """Read the files; without `val_data_path` the validation set is empty.
+
+    Raises:
+        ValueError: a file is missing, or a line is no JSON object with the two keys; names file, line and key.
+    """
+    validation = _read(config, config.val_data_path, "data.val_data_path") if config.val_data_path else []
+    return DatasetSplit(train=_read(config, config.train_data_path, "data.train_data_path"), validation=validation)
+
+
+def _read(config: ResponseDataConfig, path: str, key: str) -> list[Problem]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{key}: cannot read {path!r}: {error}") from error
+    return [
+        _parse(config, line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()
+    ]
+
+
+def _parse(config: ResponseDataConfig, line: str, place: str) -> Problem:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected a JSON object, got {type(row).__name__}")
+    for option, key in (("input_key", config.input_key), ("output_key", config.output_key)):
+        if key not in row:
+            raise ValueError(f"{place}: no key {key!r} (data.{option}); the line has {sorted(row)}")
+    prompt, reference = row[config.input_key], row[config.output_key]
+    if not isinstance(prompt, str):
+        raise ValueError(f"{place}: {config.input_key!r} must be a string, got {prompt!r}")
+    if isinstance(reference, bool) or not isinstance(reference, str | int | float):
+        raise ValueError(f"{place}: {config.output_key!r} must be a string or a number, got {reference!r}")
+    return Problem(prompt=config.prompt.replace("{problem}", prompt), reference=str(reference))

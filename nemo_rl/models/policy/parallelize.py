@@ -1,0 +1,218 @@
+"""From a checkpoint folder to a model sharded by FSDP2.
+
+Rank 0 alone reads the folder. Every rank builds the model on meta, shards it, and receives its part, one tensor at a
+time. What the folder decides beside the weights (config, name conversions, buffers) travels ahead as a `ModelPlan`.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+DP_AXIS = "dp_shard"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What every rank must know of a checkpoint that rank 0 alone reads."""
+
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+    conversions: list[Any]
+    """The transforms that `from_pretrained` used, in the order in which it used them. Saving reverts them."""
+    tied: dict[str, str]
+    """Parameter name -> name of the parameter that it shares its storage with."""
+    buffers: dict[str, tuple[torch.Size, torch.dtype]]
+    """All buffers, the non-persistent ones too: on meta their values are lost."""
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    compute_dtype: torch.dtype
+    """Dtype of the gathered weights and of the activations."""
+    master_dtype: torch.dtype = torch.float32
+    """Dtype of the shards."""
+    trainable: bool = True
+    attention: str | None = None
+    """Implementation by its name in transformers; null: its own choice."""
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    """Shards stay in host memory between uses; needs a cuda mesh."""
+
+
+def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> PreTrainedModel:
+    """Load a causal LM and shard it over `mesh`, whose one axis is `dp_shard`. Collective.
+
+    The model is in eval mode, also for training: dropout and router jitter would make the log-probs of the train
+    forward differ from those that the loss compares them with.
+
+    Raises:
+        ValueError: on every rank, when rank 0 cannot load the folder whole, or for `cpu_offload` without cuda.
+    """
+    device = mesh_device(mesh)
+    if options.cpu_offload and device.type != "cuda":
+        raise ValueError("policy.dtensor_cfg.cpu_offload: got true on device cpu; allowed only on cuda")
+    source = _read_on_rank0(folder, options.master_dtype)
+    plan = _broadcast_plan(source)
+    model = _build_on_meta(plan, options)
+    shard_model(model, mesh, options)
+    model.to_empty(device="cpu" if options.cpu_offload else device)
+    _tie(model, plan.tied)
+    _receive_parameters(model, source)
+    _receive_buffers(model, source, plan, device)
+    model.eval()
+    return model
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered weights: a forward pass without backward leaves copies that the next optimizer step makes stale."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks: those that the model class must not split, else the longest list of modules."""
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if blocks:
+        return blocks
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"policy.model_name: {type(model).__name__} has no list of transformer blocks to shard")
+    return max(lists, key=len)
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> None:
+    """Apply FSDP2 to each block and to the root, in place. Gradients are summed over ranks, not averaged.
+
+    On CPU gathered weights stay until the backward pass has used them: the gather costs more than the memory.
+    """
+    blocks = find_blocks(model)
+    if options.activation_checkpointing:
+        blocks = _checkpoint_activations(model, blocks)
+    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=mesh.device_type == "cuda",
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # The loss is already divided by the global batch. gloo has no averaging reduction anyway.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Wrap blocks with torch's wrapper: the one of transformers acts in train mode only."""
+    names = {id(module): name for name, module in model.named_modules()}
+    wrapped = []
+    for block in blocks:
+        parent, _, leaf = names[id(block)].rpartition(".")
+        wrapper = checkpoint_wrapper(block)
+        setattr(model.get_submodule(parent), leaf, wrapper)
+        wrapped.append(wrapper)
+    return wrapped
+
+
+def _read_on_rank0(folder: str, dtype: torch.dtype) -> PreTrainedModel | ValueError | None:
+    """The whole model on rank 0's host, None elsewhere. A failure is returned, so that every rank can raise it."""
+    if dist.get_rank() != 0:
+        return None
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        return ValueError(f"policy.model_name: cannot load {folder!r}: {error}")
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:
+        return ValueError(f"policy.model_name: {folder!r} lacks these weights or has them in another shape: {absent}")
+    if info["unexpected_keys"]:
+        logger.warning("%s: weights that the model does not use: %s", folder, sorted(info["unexpected_keys"]))
+    return model
+
+
+def _broadcast_plan(source: PreTrainedModel | ValueError | None) -> ModelPlan:
+    box: list[Any] = [_make_plan(source) if isinstance(source, PreTrainedModel) else source]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], ValueError):
+        raise box[0]
+    plan: ModelPlan = box[0]
+    return plan
+
+
+def _make_plan(source: PreTrainedModel) -> ModelPlan:
+    # Sharding renames the class; what is exported must carry the name that transformers knows.
+    source.config.architectures = [type(source).__name__]
+    return ModelPlan(
+        config=source.config,
+        generation_config=source.generation_config,
+        conversions=cast(list[Any], source._weight_conversions),
+        tied=dict(source.all_tied_weights_keys),
+        buffers={name: (buffer.shape, buffer.dtype) for name, buffer in source.named_buffers()},
+    )
+
+
+def _build_on_meta(plan: ModelPlan, options: ShardOptions) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            plan.config, dtype=options.master_dtype, attn_implementation=options.attention
+        )
+    if dict(model.all_tied_weights_keys) != plan.tied:
+        raise ValueError(
+            f"policy.model_name: the config ties {dict(model.all_tied_weights_keys)}, the checkpoint {plan.tied}; "
+            "set tie_word_embeddings in config.json to what the weights are"
+        )
+    model.generation_config = plan.generation_config
+    # fully_shard gives the class a new name, after which transformers no longer finds the conversions by itself.
+    model._weight_conversions = plan.conversions
+    trainable: PreTrainedModel = model.requires_grad_(options.trainable)
+    return trainable
+
+
+def _tie(model: nn.Module, tied: dict[str, str]) -> None:
+    """Materializing meta parameters gives each name a tensor of its own: join the tied ones again."""
+    for target, source in tied.items():
+        parent, _, leaf = target.rpartition(".")
+        model.get_submodule(parent).register_parameter(leaf, model.get_parameter(source))
+
+
+def _receive_parameters(model: nn.Module, source: PreTrainedModel | ValueError | None) -> None:
+    full_state = source.state_dict() if isinstance(source, PreTrainedModel) else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full_state, options=options)
+
+
+def _receive_buffers(
+    model: nn.Module, source: PreTrainedModel | ValueError | None, plan: ModelPlan, device: torch.device
+) -> None:
+    held = dict(source.named_buffers()) if isinstance(source, PreTrainedModel) else {}
+    for name, (shape, dtype) in plan.buffers.items():
+        value = held[name].to(device) if held else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(value, src=0)
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._buffers[leaf] = value

@@ -1,0 +1,42 @@
+"""Leaf helpers of the policy: dtypes, the process group, free memory."""
+
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+PRECISION_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""`policy.precision` -> compute and wire dtype."""
+
+
+def init_process_group(
+    *, device: torch.device, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float
+) -> None:
+    """Make the trainers' default group: gloo for CPU tensors and, on cuda, NCCL for device tensors.
+
+    The store is made here and not by a `tcp://` rendezvous, which under torchrun becomes a client without a server.
+    No `device_id` is bound: a bound group makes torch split its communicator for each new group, a call that ranks
+    outside the new group never make.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def resolve_device(device: str) -> torch.device:
+    """`cpu`, or the first visible GPU, made current; raises ValueError for any other name."""
+    if device == "cpu":
+        return torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    raise ValueError(f"device: got {device!r}; allowed 'cpu', 'cuda'")
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that this process can still take: of its GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)

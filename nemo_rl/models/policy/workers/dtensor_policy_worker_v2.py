@@ -1,0 +1,157 @@
+"""One trainer rank: a shard of the policy, its optimizer, and on demand a shard of the frozen reference."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoTokenizer, PreTrainedModel
+
+from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.export import export_hf
+from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
+from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
+from nemo_rl.models.policy.utils import PRECISION_DTYPES, free_memory_bytes, init_process_group, resolve_device
+
+CPU_EAGER_TOKENS = 256
+"""Up to this length eager attention is the faster one on CPU: at 58 tokens its forward and backward take a quarter of
+SDPA's time, at 256 as long, at 1024 three times as long."""
+
+logger = logging.getLogger(__name__)
+
+
+class DTensorPolicyWorkerV2:
+    """Runs on every trainer rank; each method but `free_memory_bytes` is collective, so call it on all ranks.
+
+    Data come as this rank's equal part of the batch, results go back for the same part.
+    """
+
+    def __init__(
+        self,
+        *,
+        cfg: PolicyConfig,
+        loss_needs_reference: bool,
+        model_folder: str,
+        tokenizer_folder: str | None,
+        device: str,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        timeout_s: float,
+        seed: int,
+    ) -> None:
+        """Join the other ranks and load the model.
+
+        Args:
+            loss_needs_reference: hold a frozen copy of the initial policy for `get_reference_policy_logprobs`.
+            model_folder: Hugging Face folder; read on rank 0 alone.
+            tokenizer_folder: its tokenizer goes into exports; null: exports hold none.
+            device: `cpu` or `cuda` (the first visible GPU).
+            timeout_s: of every collective.
+        """
+        if cfg.train_global_batch_size % world_size:
+            raise ValueError(
+                f"policy.train_global_batch_size: got {cfg.train_global_batch_size}; "
+                f"allowed multiples of the number of trainer ranks, {world_size}"
+            )
+        self.cfg = cfg
+        self.tokenizer_folder = tokenizer_folder
+        self.device = resolve_device(device)
+        self.world_size = world_size
+        self.dtype = PRECISION_DTYPES[cfg.precision]
+        torch.manual_seed(seed)
+        init_process_group(
+            device=self.device,
+            rank=rank,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            timeout_s=timeout_s,
+        )
+        is_short = self.device.type == "cpu" and cfg.max_total_sequence_length <= CPU_EAGER_TOKENS
+        attention = "eager" if is_short else None
+        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=(DP_AXIS,))
+        options = ShardOptions(
+            compute_dtype=self.dtype,
+            attention=attention,
+            activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
+            cpu_offload=cfg.dtensor_cfg.cpu_offload,
+        )
+        self.model = load_sharded_model(model_folder, mesh, options)
+        self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)
+        self.scheduler = make_scheduler(self.optimizer, cfg.scheduler)
+        frozen = ShardOptions(
+            compute_dtype=self.dtype,
+            master_dtype=self.dtype,
+            trainable=False,
+            attention=attention,
+            cpu_offload=cfg.dtensor_cfg.cpu_offload,
+        )
+        self.reference = load_sharded_model(model_folder, mesh, frozen) if loss_needs_reference else None
+        logger.info("rank %d of %d holds its shard of %s", rank, world_size, model_folder)
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        return BatchedDataDict(logprobs=self._logprobs(self.model, data))
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        if self.reference is None:
+            raise AssertionError("no reference policy is held: the worker was made with loss_needs_reference=False")
+        return BatchedDataDict(reference_logprobs=self._logprobs(self.reference, data))
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
+        """One optimizer step per `train_global_batch_size / world_size` samples of this rank, in their order."""
+        num_rows = self.cfg.train_global_batch_size // self.world_size
+        if data.size == 0 or data.size % num_rows:
+            raise ValueError(
+                f"policy.train_global_batch_size: got {data.size} samples on a rank; allowed multiples of {num_rows}"
+            )
+        return mean_result([self._train_step(part, loss_fn) for part in data.make_microbatch_iterator(num_rows)])
+
+    def export_hf(self, folder: str) -> None:
+        """Write model and tokenizer; no rank returns before the folder is whole."""
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder) if self.tokenizer_folder else None
+        export_hf(self.model, tokenizer, folder, self.dtype)
+        dist.barrier()
+
+    def free_memory_bytes(self) -> int:
+        return free_memory_bytes(self.device)
+
+    def shutdown(self) -> None:
+        """Leave the group. Idempotent."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _logprobs(self, model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
+        return compute_logprobs(
+            model,
+            data,
+            micro_batch_size=self.cfg.logprob_batch_size or self.cfg.train_micro_batch_size,
+            temperature=self.cfg.generation.temperature,
+        )
+
+    def _train_step(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
+        return train_on_batch(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            data,
+            loss_fn,
+            micro_batch_size=self.cfg.train_micro_batch_size,
+            temperature=self.cfg.generation.temperature,
+            max_grad_norm=self.cfg.max_grad_norm,
+        )
+
+
+def mean_result(results: Sequence[TrainResult]) -> TrainResult:
+    """Means over optimizer steps; the learning rate too."""
+    count = len(results)
+    return TrainResult(
+        loss=sum(result.loss for result in results) / count,
+        grad_norm=sum(result.grad_norm for result in results) / count,
+        lr=sum(result.lr for result in results) / count,
+        metrics={name: sum(result.metrics[name] for result in results) / count for name in results[0].metrics},
+    )

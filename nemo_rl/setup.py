@@ -1,0 +1,150 @@
+"""The one place that wires concrete policy, generation and synchronizer.
+
+`prepare_inputs` looks at everything that a person may have got wrong, on the driver and before any actor exists.
+`start_participants` then starts Ray, the engines and the trainer ranks.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.grpo import Participants
+from nemo_rl.algorithms.loss import ClippedPGLoss
+from nemo_rl.config.layout import Layout, make_layout
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.chat import ChatEncoder, encode_problems, load_tokenizer
+from nemo_rl.data.datasets import load_problems
+from nemo_rl.data.loader import PromptLoader, collate_prompts
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
+from nemo_rl.environments.factory import make_environment
+from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.models.model_source import resolve_model
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.metrics import MetricsLogger
+from nemo_rl.utils.run_folder import RunFolder
+from nemo_rl.weight_sync.factory import create_weight_synchronizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the config names, found and read."""
+
+    layout: Layout
+    device: str
+    """`cpu` or `cuda`."""
+    model_folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    train_prompts: PromptLoader
+    validation_prompts: BatchedDataDict | None
+    environment: EnvironmentInterface
+
+
+def prepare_inputs(config: MasterConfig) -> Inputs:
+    """Find the model, read the data.
+
+    Raises:
+        ValueError: key, value and what is allowed.
+    """
+    layout = make_layout(config)
+    device = _resolve_device(config.cluster.device)
+    problems = load_problems(config.data)
+    environment = make_environment(config.env, config.data)
+    environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
+    model_folder = resolve_model(config.policy.model_name)
+    tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
+    encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
+    pad_token_id = int(tokenizer.pad_token_id)
+    train, validation = (
+        encode_problems(part, encoder, config.policy.max_total_sequence_length)
+        for part in (problems.train, problems.validation)
+    )
+    return Inputs(
+        layout=layout,
+        device=device,
+        model_folder=model_folder,
+        tokenizer=tokenizer,
+        train_prompts=PromptLoader(
+            train,
+            batch_size=config.grpo.num_prompts_per_step,
+            pad_token_id=pad_token_id,
+            seed=config.grpo.seed,
+            shuffle=config.data.shuffle,
+        ),
+        validation_prompts=collate_prompts(validation, pad_token_id) if validation else None,
+        environment=environment,
+    )
+
+
+def _resolve_device(asked: str) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise ValueError("cluster.device: got 'cuda'; no CUDA device here, allowed: auto, cpu")
+    return "cuda" if available and asked != "cpu" else "cpu"
+
+
+@contextmanager
+def start_participants(
+    config: MasterConfig, inputs: Inputs, folder: RunFolder, metrics: MetricsLogger
+) -> Iterator[Participants]:
+    """Start everything; whatever way the block ends, end everything.
+
+    Raises:
+        ValueError: the cluster has fewer slots than asked.
+    """
+    layout, device = inputs.layout, inputs.device
+    policy = Policy(cfg=config.policy)
+    generation = SGLangGeneration(cfg=config.policy, layout=layout, device=device)
+    # Refuses what is unsupported while nothing has been started.
+    synchronizer = create_weight_synchronizer(
+        policy=policy,
+        generation=generation,
+        generation_backend=config.policy.generation.backend,
+        colocated=config.policy.generation.colocated.enabled,
+        refit_buffer_size_gb=config.policy.refit_buffer_size_gb,
+    )
+    with ExitStack() as stack:
+        start_ray(device=device, num_slots=layout.num_slots, num_nodes=layout.num_nodes)
+        stack.callback(ray.shutdown)
+        engine_slots = RayVirtualCluster(
+            name="engines", num_bundles=layout.num_engines, slots_per_bundle=layout.num_slots_per_engine, device=device
+        )
+        trainer_slots = RayVirtualCluster(
+            name="trainers", num_bundles=layout.num_train_slots, slots_per_bundle=1, device=device
+        )
+        stack.callback(generation.shutdown)
+        stack.callback(policy.shutdown)
+        generation.launch(
+            engine_slots, model_folder=inputs.model_folder, tokenizer=inputs.tokenizer, log_folder=folder.engine_logs
+        )
+        policy.launch(
+            trainer_slots,
+            model_folder=inputs.model_folder,
+            device=device,
+            needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+            seed=config.grpo.seed,
+            log_folder=folder.trainer_logs,
+        )
+        policy.wait_ready()
+        generation.wait_ready()
+        yield Participants(
+            policy=policy,
+            generation=generation,
+            synchronizer=synchronizer,
+            environment=inputs.environment,
+            tokenizer=inputs.tokenizer,
+            train_prompts=inputs.train_prompts,
+            validation_prompts=inputs.validation_prompts,
+            loss_fn=ClippedPGLoss(config.loss_fn),
+            metrics=metrics,
+        )

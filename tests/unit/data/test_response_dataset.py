@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.config.schema import ResponseDataConfig
+from nemo_rl.data.datasets import load_problems
+from nemo_rl.data.interfaces import Problem
+
+
+def write(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def make_config(train: str, **settings: Any) -> ResponseDataConfig:
+    return ResponseDataConfig(dataset_name="ResponseDataset", train_data_path=train, **settings)
+
+
+def test_reads_both_files(tmp_path: Path) -> None:
+    train = write(
+        tmp_path / "train.jsonl",
+        json.dumps({"q": "a < {b} \u2028 é", "a": "7"}, ensure_ascii=False),
+        "",
+        json.dumps({"q": "", "a": 8, "more": None}),
+    )
+    val = write(tmp_path / "val.jsonl", json.dumps({"q": "x", "a": 0.5}))
+    config = make_config(train, val_data_path=val, input_key="q", output_key="a", prompt="Q: {problem}")
+    split = load_problems(config)
+    assert split.train == [Problem("Q: a < {b} \u2028 é", "7"), Problem("Q: ", "8")]
+    assert split.validation == [Problem("Q: x", "0.5")]
+
+
+def test_no_validation_file_no_validation(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", '{"input": "x", "output": "1"}')
+    assert load_problems(make_config(train)).validation == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input": "x"}', r"line 2: no key 'output' \(data.output_key\); the line has \['input'\]"),
+        ('{"output": "x"}', r"line 2: no key 'input' \(data.input_key\)"),
+        ('{"input": "x", ', "line 2: not JSON"),
+        ('["x"]', "line 2: expected a JSON object, got list"),
+        ('{"input": 3, "output": "x"}', "line 2: 'input' must be a string, got 3"),
+        ('{"input": "x", "output": null}', "line 2: 'output' must be a string or a number, got None"),
+        ('{"input": "x", "output": true}', "line 2: 'output' must be a string or a number, got True"),
+    ],
+)
+def test_errors_name_file_line_and_key(tmp_path: Path, line: str, message: str) -> None:
+    train = write(tmp_path / "train.jsonl", '{"input": "x", "output": "1"}', line)
+    with pytest.raises(ValueError, match=f"train.jsonl, {message}"):
+        load_problems(make_config(train))
+
+
+def test_missing_file_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.train_data_path: cannot read"):
+        load_problems(make_config(str(tmp_path / "none.jsonl")))
+    train = write(tmp_path / "train.jsonl", '{"input": "x", "output": "1"}')
+    with pytest.raises(ValueError, match="data.val_data_path: cannot read"):
+        load_problems(make_config(train, val_data_path=str(tmp_path)))

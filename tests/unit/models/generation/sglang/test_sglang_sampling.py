@@ -1,0 +1,89 @@
+import pytest
+import torch
+from sglang_config import make_config
+
+from nemo_rl.models.generation.sglang.sampling import Sample, build_request, parse_answer
+from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration, pack_samples
+
+
+def _request(config, prompt_length, *, stop=None, greedy=False):
+    return build_request(config, [7] * prompt_length, stop_strings=stop, stop_token_ids=[2, 5], greedy=greedy)
+
+
+@pytest.mark.parametrize(("prompt_length", "max_new_tokens"), [(1, 16), (48, 16), (49, 15), (63, 1)])
+def test_response_is_capped_by_the_total_length(prompt_length, max_new_tokens):
+    request = _request(make_config(), prompt_length)
+    assert request["sampling_params"]["max_new_tokens"] == max_new_tokens
+    assert len(request["input_ids"]) == prompt_length
+
+
+@pytest.mark.parametrize("prompt_length", [64, 65])
+def test_prompt_without_room_is_refused_with_key_and_both_numbers(prompt_length):
+    with pytest.raises(ValueError, match=f"policy.max_total_sequence_length: got 64; a prompt of {prompt_length} tok"):
+        _request(make_config(), prompt_length)
+
+
+def test_stop_strings_of_the_sample_are_added_to_the_configured_ones():
+    config = make_config(generation={"stop_strings": ["\n"]})
+    assert _request(config, 3, stop=["END"])["sampling_params"]["stop"] == ["\n", "END"]
+    assert _request(config, 3)["sampling_params"]["stop"] == ["\n"]
+    assert _request(config, 3)["sampling_params"]["stop_token_ids"] == [2, 5]
+
+
+def test_greedy_overrides_the_sampling_settings():
+    config = make_config(generation={"temperature": 0.7, "top_p": 0.9, "top_k": 8})
+    sampled = _request(config, 3)["sampling_params"]
+    greedy = _request(config, 3, greedy=True)["sampling_params"]
+    assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 8)
+    assert (greedy["temperature"], greedy["top_p"], greedy["top_k"]) == (0.0, 1.0, -1)
+
+
+def _answer(kind, logprobs=((-0.5, 4, None), (-0.25, 2, None))):
+    meta = {"output_token_logprobs": [list(x) for x in logprobs], "finish_reason": {"type": kind}, "weight_version": 3}
+    return {"meta_info": meta}
+
+
+@pytest.mark.parametrize(("kind", "truncated"), [("stop", False), ("length", True), ("abort", True)])
+def test_answer_becomes_tokens(kind, truncated):
+    assert parse_answer(_answer(kind)) == Sample([4, 2], [-0.5, -0.25], truncated, "3")
+
+
+def test_an_abort_before_the_first_token_is_an_empty_truncated_sample():
+    assert parse_answer(_answer("abort", logprobs=())) == Sample([], [], True, "3")
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("-inf")])
+def test_a_log_prob_that_is_no_number_is_an_error(bad):
+    with pytest.raises(ValueError, match="not finite"):
+        parse_answer(_answer("stop", logprobs=((bad, 4, None),)))
+
+
+def test_samples_are_packed_right_padded():
+    samples = [Sample([4, 2], [-0.5, -0.25], False, "1"), Sample([], [], True, "1"), Sample([9], [-1.0], True, "1")]
+    batch = pack_samples([[7], [7, 8], [7, 8, 9, 10]], samples, pad_token_id=99)
+    assert batch["output_ids"].tolist() == [[7, 4, 2, 99, 99], [7, 8, 99, 99, 99], [7, 8, 9, 10, 9]]
+    assert batch["logprobs"].tolist() == [[0, -0.5, -0.25, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, -1.0]]
+    assert batch["generation_lengths"].tolist() == [2, 0, 1]
+    assert batch["unpadded_sequence_lengths"].tolist() == [3, 2, 5]
+    assert batch["truncated"].tolist() == [False, True, True]
+    assert batch["weight_version"] == ["1", "1", "1"]
+    assert (batch["output_ids"].dtype, batch["logprobs"].dtype) == (torch.int64, torch.float32)
+    assert batch.size == 3
+
+
+@pytest.mark.parametrize(("num_engines", "per_engine", "offsets"), [(1, 1, [1]), (3, 1, [1, 2, 3]), (2, 4, [1, 5])])
+def test_ranks_of_the_engines_in_the_weight_update_group(num_engines, per_engine, offsets):
+    engines = [object() for _ in range(num_engines)]
+    generation = SGLangGeneration(
+        cfg=make_config(server={"num_gpus_per_engine": per_engine}),
+        engines=engines,
+        urls=[""] * num_engines,
+        pad_token_id=0,
+        eos_token_ids=[2],
+    )
+    assert generation.engine_gpu_offsets == offsets
+    assert generation.engine_gpu_counts == [per_engine] * num_engines
+    assert generation.num_new_engines == num_engines
+    generation.clear_updatable_num_new_engines()
+    assert generation.num_new_engines == 0
+    assert generation.rollout_engines == engines

@@ -1,0 +1,131 @@
+"""What leaves the trainer: names, order, values, dtype; and the folder that is exported."""
+
+from pathlib import Path
+
+import policy_cases as cases
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from nemo_rl.models.policy.export import clean_name, dtensor_params_generator, export_hf
+from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
+
+CONFIGS = {
+    "tied": cases.dense_config(tied=True),
+    "untied": cases.dense_config(tied=False),
+    "moe": cases.moe_config(),
+}
+
+
+def load(folder: str, mesh: DeviceMesh, *, checkpointing: bool = False) -> PreTrainedModel:
+    options = ShardOptions(compute_dtype=torch.bfloat16, activation_checkpointing=checkpointing)
+    return load_sharded_model(folder, mesh, options)
+
+
+def saved_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_names_and_values_are_those_that_save_pretrained_writes(
+    config: PretrainedConfig, tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    folder = cases.write_model(tmp_path / "model", config)
+    sent = list(dtensor_params_generator(load(folder, mesh), torch.bfloat16))
+    names = [name for name, _ in sent]
+    saved = saved_tensors(folder)
+    assert len(names) == len(set(names))
+    assert set(names) == set(saved)
+    for name, tensor in sent:
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.is_contiguous()
+        assert type(tensor) is torch.Tensor
+        assert torch.equal(tensor, saved[name].to(torch.bfloat16)), name
+
+
+def test_fused_experts_are_sent_one_by_one(tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = cases.write_model(tmp_path / "model", cases.moe_config())
+    sent = dict(dtensor_params_generator(load(folder, mesh), torch.float32))
+    assert sent["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (24, 32)
+    assert sent["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (32, 24)
+    assert not any("gate_up_proj" in name for name in sent)
+
+
+def test_a_tied_weight_is_sent_once(tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
+    model = load(folder, mesh)
+    names = [name for name, _ in dtensor_params_generator(model, torch.bfloat16)]
+    assert "lm_head.weight" in model.state_dict()
+    assert names.count("model.embed_tokens.weight") == 1
+    assert "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("wrapping", ["checkpointing", "compile", "both"])
+def test_wrappers_leave_no_trace_in_names(wrapping: str, tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
+    model = load(folder, mesh, checkpointing=wrapping != "compile")
+    if wrapping != "checkpointing":
+        model.model.layers[0] = torch.compile(model.model.layers[0])
+        assert any("_orig_mod" in name for name in model.state_dict())
+    names = [name for name, _ in dtensor_params_generator(model, torch.bfloat16)]
+    assert set(names) == set(saved_tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("raw", "clean"),
+    [
+        ("_orig_mod.model.norm.weight", "model.norm.weight"),
+        ("module._orig_mod.lm_head.weight", "lm_head.weight"),
+        ("model.layers.0._checkpoint_wrapped_module.mlp.up.weight", "model.layers.0.mlp.up.weight"),
+        ("model.layers.0._orig_mod._checkpoint_wrapped_module.a.bias", "model.layers.0.a.bias"),
+        ("model.submodule.weight", "model.submodule.weight"),
+        ("model.module_list.0.weight", "model.module_list.0.weight"),
+    ],
+)
+def test_clean_name(raw: str, clean: str) -> None:
+    assert clean_name(raw) == clean
+
+
+def test_persistent_buffers_are_sent_and_others_are_not(tmp_path: Path, mesh: DeviceMesh) -> None:
+    model = load(cases.write_model(tmp_path / "model", cases.dense_config(tied=True)), mesh)
+    values = 6.9 + 0.01 * torch.arange(8, dtype=torch.float32)
+    model.model.layers[0].mlp.register_buffer("kept_bias", values)
+    model.model.layers[0].mlp.register_buffer("counter", torch.tensor([3], dtype=torch.int64))
+    model.model.layers[0].mlp.register_buffer("scratch", values, persistent=False)
+    sent = dict(dtensor_params_generator(model, torch.float32))
+    assert torch.equal(sent["model.layers.0.mlp.kept_bias"], values)
+    assert sent["model.layers.0.mlp.counter"].dtype == torch.int64
+    assert not any("scratch" in name or "inv_freq" in name for name in sent)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_an_exported_folder_loads_with_equal_values(config: PretrainedConfig, tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = cases.write_model(tmp_path / "model", config)
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    export_hf(load(folder, mesh), None, str(tmp_path / "out"), torch.bfloat16)
+    after, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert after.dtype == torch.bfloat16
+    assert type(after) is type(before)
+    assert "attn_implementation" not in (tmp_path / "out" / "config.json").read_text()
+    for name, value in before.state_dict().items():
+        assert torch.equal(after.state_dict()[name], value), name
+
+
+def test_tokenizer_and_generation_config_are_exported(tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    model = load(folder, mesh)
+    model.generation_config.max_length = 17
+    export_hf(model, tokenizer, str(tmp_path / "out"), torch.bfloat16)
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.chat_template == tokenizer.chat_template
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_length == 17
