@@ -54,9 +54,7 @@ def train_step(config: MasterConfig, run: Participants, timer: Timer) -> dict[st
     """One GRPO step; returns its metrics."""
     prompts = run.train_prompts.next_batch().repeat_interleave(config.grpo.num_generations_per_prompt)
     with timer.span("generate"):
-        rollout = run_rollout(
-            prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer
-        )
+        rollout = run_rollout(prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer)
     with timer.span("train"):
         batch = prepare_batch(config, run.policy, rollout)
         result = run.policy.train(batch, run.loss_fn)

@@ -52,7 +52,9 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
         return
     if data.num_train < grpo.num_prompts_per_step:
         yield refusal(
-            "data.num_train", data.num_train, f"must be at least grpo.num_prompts_per_step = {grpo.num_prompts_per_step}"
+            "data.num_train",
+            data.num_train,
+            f"must be at least grpo.num_prompts_per_step = {grpo.num_prompts_per_step}",
         )
     if validates and data.num_validation == 0:
         yield refusal("data.num_validation", 0, f"validation needs at least 1; {off}")

@@ -32,7 +32,13 @@ def make_layout(config: MasterConfig) -> Layout:
     total = cluster.num_nodes * cluster.gpus_per_node
     if resources.gpus_per_node is None:
         raise ConfigError(
-            [refusal(f"{_RESOURCES}.gpus_per_node", None, f"engines need 1 to {total - 1} of the {total} slots of {_CLUSTER}")]
+            [
+                refusal(
+                    f"{_RESOURCES}.gpus_per_node",
+                    None,
+                    f"engines need 1 to {total - 1} of the {total} slots of {_CLUSTER}",
+                )
+            ]
         )
     inference_nodes = resources.num_nodes or 1
     inference = inference_nodes * resources.gpus_per_node
@@ -48,7 +54,13 @@ def make_layout(config: MasterConfig) -> Layout:
     if engine_slots % server.num_gpus_per_engine:
         allowed = f"asked {server.num_gpus_per_engine} per engine, available {engine_slots}, which it must divide"
         raise ConfigError(
-            [refusal(f"{_SERVER}.num_gpus_per_engine", server.num_gpus_per_engine, f"{allowed}; or change {_RESOURCES}.gpus_per_node")]
+            [
+                refusal(
+                    f"{_SERVER}.num_gpus_per_engine",
+                    server.num_gpus_per_engine,
+                    f"{allowed}; or change {_RESOURCES}.gpus_per_node",
+                )
+            ]
         )
     return Layout(
         num_nodes=cluster.num_nodes,

@@ -52,7 +52,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[Path, list[str]]:
         else:
             overrides.append(argument)
     if not path:
-        raise ConfigError([refusal("--config", path, "needs a YAML file, as examples/configs/grpo_sglang_broadcast_cpu.yaml")])
+        raise ConfigError(
+            [refusal("--config", path, "needs a YAML file, as examples/configs/grpo_sglang_broadcast_cpu.yaml")]
+        )
     return Path(path), overrides
 
 

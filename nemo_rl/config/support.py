@@ -87,13 +87,13 @@ class Limit:
 
 _SERVER = "policy.generation.sglang_cfg.sglang_server_config"
 LIMITS = (
-    Limit(f"{_SERVER}.pause_generation_mode", ("retract", "abort"), "in_place would keep KV entries of the old weights"),
+    Limit(
+        f"{_SERVER}.pause_generation_mode", ("retract", "abort"), "in_place would keep KV entries of the old weights"
+    ),
     Limit(f"{_SERVER}.pp_size", (1,), "the weight-update group counts tensor-parallel engine ranks only"),
     Limit(f"{_SERVER}.needs_offload", (False,), "engines on their own devices have nothing to offload for"),
     Limit(f"{_SERVER}.cpu_weight_backup", (False,), "engines on their own devices have nothing to back up for"),
-    Limit(
-        "policy.generation.sglang_cfg.quantization.scheme", ("bf16",), "the policy's weights are sent as they are"
-    ),
+    Limit("policy.generation.sglang_cfg.quantization.scheme", ("bf16",), "the policy's weights are sent as they are"),
     Limit("policy.generation.top_p", (1.0,), "the trainer's log-probs are those of the whole vocabulary"),
     Limit("policy.generation.top_k", (None,), "the trainer's log-probs are those of the whole vocabulary"),
     Limit("policy.dtensor_cfg.tensor_parallel_size", (1,), "the policy is sharded by FSDP2 alone"),

@@ -65,9 +65,7 @@ class BatchedDataDict(UserDict[str, Any]):
             yield self.slice(start, start + microbatch_size)
 
     def to(self, device: torch.device | str) -> "BatchedDataDict":
-        return type(self)(
-            {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.data.items()}
-        )
+        return type(self)({k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.data.items()})
 
 
 def _pad_to(value: torch.Tensor, width: int, pad: float) -> torch.Tensor:

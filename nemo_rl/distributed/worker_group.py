@@ -47,7 +47,9 @@ class RayWorkerGroup:
     def num_ranks(self) -> int:
         return len(self._workers)
 
-    def run(self, method: str, *, timeout_s: float, per_rank: Sequence[tuple[Any, ...]] | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, method: str, *, timeout_s: float, per_rank: Sequence[tuple[Any, ...]] | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call `method` on every rank and return the answers in rank order.
 
         Args:
@@ -63,7 +65,8 @@ class RayWorkerGroup:
         arguments = per_rank or [()] * len(self._workers)
         # One actor task per rank; `__ray_ready__` waits for the constructor.
         refs = [
-            getattr(worker, method).remote(*args, **kwargs) for worker, args in zip(self._workers, arguments, strict=True)
+            getattr(worker, method).remote(*args, **kwargs)
+            for worker, args in zip(self._workers, arguments, strict=True)
         ]
         self._await(method, refs, timeout_s)
         return ray.get(refs)
@@ -87,11 +90,15 @@ class RayWorkerGroup:
         if failure is None:
             missing = [rank for rank, ref in enumerate(refs) if ref in pending]
             self.shutdown()
-            raise TimeoutError(f"{self.name}: {method} not done within {timeout_s:g} s on ranks {missing}; all ranks ended")
+            raise TimeoutError(
+                f"{self.name}: {method} not done within {timeout_s:g} s on ranks {missing}; all ranks ended"
+            )
         rank, error = failure
         if pending or isinstance(error, RayActorError):
             self.shutdown()
-            raise WorkerGroupError(f"{self.name}: rank {rank} failed in {method}, all ranks ended: {_plain(error)}") from error
+            raise WorkerGroupError(
+                f"{self.name}: rank {rank} failed in {method}, all ranks ended: {_plain(error)}"
+            ) from error
         raise _cause(error)
 
     def _failure_of(self, refs: list[Any], ref: Any) -> tuple[int, Exception] | None:

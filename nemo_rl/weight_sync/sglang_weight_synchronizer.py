@@ -9,7 +9,7 @@ from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.process_group import TransferError
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
@@ -23,13 +23,11 @@ _MIN_BUFFER_BYTES = 2**20
 
 
 class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
-    def __init__(
-        self, policy: PolicyInterface, generation: SGLangGeneration, refit_buffer_size_gb: float | None = None
-    ):
+    def __init__(self, policy: Policy, generation: SGLangGeneration, refit_buffer_size_gb: float | None = None):
         self._policy = policy
         self._generation = generation
         self._refit_buffer_size_gb = refit_buffer_size_gb
-        self._buffer_size_bytes: int | None = None
+        self._buffer_size_bytes = 0
         self._stale = True
         self._proven = False
         self._version = 0
@@ -49,7 +47,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
 
     def init_communicator(self) -> None:
-        if self._buffer_size_bytes is None:
+        if not self._buffer_size_bytes:
             self._buffer_size_bytes = self._decide_buffer_size_bytes()
             logger.info("refit buckets of at most %.3f GB", self._buffer_size_bytes / 1e9)
         self._connect()
@@ -59,7 +57,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         if kv_scales is not None:
             raise NotImplementedError("kv_scales: the KV cache is not quantised; pass None")
         self._stale = True
-        if self._generation.num_new_engines or self._buffer_size_bytes is None:
+        if self._generation.num_new_engines:
             self.init_communicator()
         start_s = time.perf_counter()
         with (timer or Timer()).span("refit"):
@@ -95,8 +93,8 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         try:
             stats = self._policy.update_weights_to_sglang_distributed(
                 rollout_engines=generation.rollout_engines,
-                rollout_engine_lock=generation.rollout_engine_lock,
-                buffer_size_bytes=self._buffer_size_bytes or _MIN_BUFFER_BYTES,
+                buffer_size_bytes=self._buffer_size_bytes,
+                target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
             )
         finally:
             # A failed update leaves the session open, and an open one refuses the next.

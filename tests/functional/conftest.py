@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.schema import PolicyConfig
-from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
 
@@ -71,11 +71,11 @@ def shared_engine(
 
 
 @pytest.fixture
-def make_generation(shared_engine: SGLangGenerationWorker, tiny_model_folder: Path) -> Callable[..., SGLangGeneration]:
+def make_generation(shared_engine: SGLangGenerationWorker, tiny_model_folder: Path) -> Callable[..., EngineSampler]:
     """Makes the driver's handle on the shared server, with settings of `policy.generation`."""
 
-    def make(*, server: dict[str, Any] | None = None, **generation: Any) -> SGLangGeneration:
+    def make(*, server: dict[str, Any] | None = None, **generation: Any) -> EngineSampler:
         config = make_policy_config(tiny_model_folder, server=server, **generation)
-        return SGLangGeneration(cfg=config, engines=[], urls=[shared_engine.url()], pad_token_id=0, eos_token_ids=[2])
+        return EngineSampler(cfg=config, urls=[shared_engine.url()], pad_token_id=0, eos_token_ids=[2])
 
     return make

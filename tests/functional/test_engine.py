@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
+from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.server_process import ServerStartError
-from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 
 TEXTS = ["3 + 4 =", "a", "The quick brown fox jumps over the lazy dog. " * 3, "x <y> & \n z"]
@@ -225,7 +225,7 @@ def test_every_request_has_a_defined_result_when_generation_is_paused(shared_eng
 
 def test_a_prompt_that_the_engine_refuses_names_the_engine(shared_engine, tiny_model_folder):
     config = make_policy_config(tiny_model_folder).model_copy(update={"max_total_sequence_length": 10_000})
-    generation = SGLangGeneration(cfg=config, engines=[], urls=[shared_engine.url()], pad_token_id=0, eos_token_ids=[2])
+    generation = EngineSampler(cfg=config, urls=[shared_engine.url()], pad_token_id=0, eos_token_ids=[2])
     data = BatchedDataDict({"input_ids": torch.full((1, 9_000), 40), "input_lengths": torch.tensor([9_000])})
     with pytest.raises(EngineError, match=r"engine 0 at http.* /generate: HTTP 400: .*9000"):
         generation.generate(data)
@@ -280,7 +280,7 @@ def test_engine_death_fails_generate_and_nothing_outlives_a_killed_owner(tiny_mo
         supervisor = psutil.Process(int(supervisor_pid))
         family = [supervisor, *supervisor.children(recursive=True)]
         assert len(family) >= 4
-        generation = SGLangGeneration(cfg=config, engines=[], urls=[url], pad_token_id=0, eos_token_ids=[2])
+        generation = EngineSampler(cfg=config, urls=[url], pad_token_id=0, eos_token_ids=[2])
         killer = threading.Timer(0.5, os.kill, (owner.pid, signal.SIGKILL))
         killer.start()
         with pytest.raises(EngineError, match=rf"engine 0 at {url} /generate: no answer"):

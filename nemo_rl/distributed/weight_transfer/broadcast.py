@@ -82,7 +82,7 @@ def broadcast_hf_buckets_via_distributed_impl(
             continue
         try:
             sender.send(bucket)
-        except Exception as error:  # whatever it is, the other ranks are in the next gather and need this one there
+        except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
             failure = error
     reason, stats = _share_from_rank0((str(failure) if failure else None, sender.stats if sender else RefitStats()))
     if reason is not None:
@@ -101,7 +101,7 @@ def on_rank0(action: Callable[[], T]) -> T | None:
     if dist.get_rank() == 0:
         try:
             result = action()
-        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+        except Exception as error:  # noqa: BLE001 whatever it is, the other ranks wait for the outcome
             failure = error
     reason = _share_from_rank0(str(failure) if failure else None)
     if reason is not None:

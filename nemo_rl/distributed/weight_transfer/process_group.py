@@ -18,7 +18,6 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec, Receiver
 
-
 DeviceBackend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs leave out their methods."""
 
@@ -30,35 +29,41 @@ class TransferError(RuntimeError):
 class WeightUpdateGroup:
     """Rank 0 of the group. Nothing here waits without a deadline."""
 
-    def __init__(self, spec: GroupSpec, store: TCPStore, backends: dict[str, DeviceBackend]):
+    def __init__(self, spec: GroupSpec, store: TCPStore, backend: DeviceBackend):
         self.spec = spec
         self._store = store
-        self._backends = backends
+        self._backend: DeviceBackend | None = backend
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
         """Start sending a contiguous tensor; the caller keeps it alive until the work is done."""
         options = BroadcastOptions()
         options.rootRank = 0
-        work: dist.Work = self._backends[tensor.device.type].broadcast([tensor], options)
+        if self._backend is None:
+            raise TransferError(f"weight-update group {self.spec.name} is gone")
+        work: dist.Work = self._backend.broadcast([tensor], options)
         return work
 
     def close(self) -> None:
         """Drop the connections of a group with nothing under way. Idempotent."""
-        for backend in self._backends.values():
-            backend.abort()
-        self._backends.clear()
+        if self._backend is not None:
+            self._backend.abort()
+            self._backend = None
 
     def abandon(self) -> None:
         """Let go of a group whose broadcast may never be received, without waiting for it. Idempotent.
 
-        gloo's abort and its destructor wait, with the GIL held, until that broadcast times out; so the backends stay
+        gloo's abort and its destructor wait, with the GIL held, until that broadcast times out; so the backend stays
         alive as long as this process.
         """
-        _ABANDONED.extend(self._backends.values())
-        self._backends.clear()
+        _ABANDONED.append(self._backend)
+        self._backend = None
 
 
 _ABANDONED: list[DeviceBackend] = []
+
+
+def default_backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def connect_rollout_engines_from_distributed(
@@ -125,13 +130,13 @@ def disconnect_rollout_engines_from_distributed(
         raise TransferError(f"weight-update group {group.spec.name} is still held: {failed}")
 
 
-def _in_thread(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> Future[dict[str, DeviceBackend]]:
+def _in_thread(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> Future[DeviceBackend]:
     """Rendezvous blocks in C++; on its own thread an engine's refusal can still be seen."""
-    future: Future[dict[str, DeviceBackend]] = Future()
+    future: Future[DeviceBackend] = Future()
 
     def run() -> None:
         try:
-            future.set_result(_make_backends(spec, store, deadline))
+            future.set_result(_make_backend(spec, store, deadline))
         except RuntimeError as error:  # torch's DistError among them
             future.set_exception(error)
 
@@ -139,17 +144,13 @@ def _in_thread(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> Future[d
     return future
 
 
-def _make_backends(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> dict[str, DeviceBackend]:
-    """One backend per device type, in the order and under the keys that the engine's torch uses."""
-    inner = PrefixStore(f"{spec.name}/", PrefixStore(spec.name, store))
+def _make_backend(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> DeviceBackend:
+    """Under the store keys that the engine's torch uses: group name twice, then the backend's first device type."""
+    device = next(iter(BackendConfig(Backend(spec.backend)).get_device_backend_map()))
+    own_store = PrefixStore(f"{device}/", PrefixStore(f"{spec.name}/", PrefixStore(spec.name, store)))
     timeout = timedelta(seconds=deadline.require("weight-update group"))
-    backends: dict[str, DeviceBackend] = {}
-    for device in BackendConfig(Backend(spec.backend)).get_device_backend_map():
-        device_store = PrefixStore(f"{device}/", inner)
-        if spec.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            backends[device] = dist.ProcessGroupNCCL(device_store, 0, spec.world_size, options)
-        else:
-            backends[device] = dist.ProcessGroupGloo(device_store, 0, spec.world_size, timeout=timeout)
-    return backends
+    if spec.backend == "gloo":
+        return dist.ProcessGroupGloo(own_store, 0, spec.world_size, timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(own_store, 0, spec.world_size, options)

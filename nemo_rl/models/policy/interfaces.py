@@ -1,7 +1,7 @@
 """What a policy offers to the algorithm and to the refit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: list[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
+        self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
     ) -> None:
         """Make the weight-update group: trainer rank 0 and every engine rank. Called on every trainer rank."""
 
@@ -77,7 +77,7 @@ class PolicyInterface(ABC):
     def update_weights_to_sglang_distributed(
         self,
         *,
-        rollout_engines: list[Receiver],
+        rollout_engines: Sequence[Receiver],
         buffer_size_bytes: int,
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",

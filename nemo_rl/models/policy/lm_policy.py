@@ -2,15 +2,15 @@
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_group import RayWorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
@@ -86,7 +86,7 @@ class Policy(PolicyInterface):
         return min(self._ranks.run("free_memory_bytes", timeout_s=self._refit_timeout_s))
 
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: list[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
+        self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
     ) -> None:
         self._ranks.run(
             "connect_sglang_rollout_engines_distributed",
@@ -100,7 +100,7 @@ class Policy(PolicyInterface):
     def update_weights_to_sglang_distributed(
         self,
         *,
-        rollout_engines: list[Receiver],
+        rollout_engines: Sequence[Receiver],
         buffer_size_bytes: int,
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",

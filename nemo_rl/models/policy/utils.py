@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 PRECISION_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """`policy.precision` -> compute and wire dtype."""
+TARGET_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""`target_precision` of a refit -> wire dtype."""
 
 
 def init_process_group(

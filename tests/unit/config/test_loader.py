@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import dump_yaml, load_config, read_yaml, validate
 
@@ -48,7 +49,10 @@ def test_every_shipped_config_is_valid_and_survives_a_round_trip(path: Path, tmp
             "data.dataset_name=gsm8k",
             "data.dataset_name: got 'gsm8k'; allowed: 'arithmetic', 'reasoning_gym', 'ResponseDataset'",
         ),
-        ("data.operators=[]", "data.operators: got []; allowed: List should have at least 1 item after validation, not 0"),
+        (
+            "data.operators=[]",
+            "data.operators: got []; allowed: List should have at least 1 item after validation, not 0",
+        ),
         ("~policy.model_name", "policy.model_name: missing; every run must set it"),
         ("a=b=c", "override: got 'a=b=c'; needs Hydra's form key=value"),
         ("policy.precision=bfloat16,float32", "override: got 'policy.precision=bfloat16,float32'; one value per key"),
@@ -64,7 +68,11 @@ def test_bad_key_or_value_is_named_in_one_line(override: str, line: str) -> None
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
-        (["cluster.gpus_per_node=1", f"{RESOURCES}.gpus_per_node=2"], f"{RESOURCES}.gpus_per_node", "asked 2 slots for engines, available 1"),
+        (
+            ["cluster.gpus_per_node=1", f"{RESOURCES}.gpus_per_node=2"],
+            f"{RESOURCES}.gpus_per_node",
+            "asked 2 slots for engines, available 1",
+        ),
         ([f"{RESOURCES}.gpus_per_node=3"], f"{RESOURCES}.gpus_per_node", "asked 3 slots for engines, available 3"),
         ([f"{RESOURCES}.gpus_per_node=0"], f"{RESOURCES}.gpus_per_node", "greater than or equal to 1"),
         ([f"{RESOURCES}.gpus_per_node=null"], f"{RESOURCES}.gpus_per_node", "engines need 1 to 2 of the 3 slots"),
@@ -124,7 +132,13 @@ def test_a_file_that_inherits_from_itself_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a: [1", "not YAML"), ("- 1\n", "needs a mapping"), (None, "No such file"), (b"\xff\xfe\x00x", "not a text file")]
+    ("text", "says"),
+    [
+        ("a: [1", "not YAML"),
+        ("- 1\n", "needs a mapping"),
+        (None, "No such file"),
+        (b"\xff\xfe\x00x", "not a text file"),
+    ],
 )
 def test_an_unreadable_file_is_refused(tmp_path: Path, text: str | bytes | None, says: str) -> None:
     path = tmp_path / "bad.yaml"
@@ -152,7 +166,11 @@ def test_another_kind_of_data_starts_the_section_anew() -> None:
 def run_script(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     start_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/run_grpo.py", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, ROOT / "examples/run_grpo.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return done, time.monotonic() - start_s
 

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config, read_yaml
 from nemo_rl.config.support import ANY, LIMITS, ROUTES, check_support, find_route, matrix_markdown
@@ -19,7 +20,9 @@ POLICY_OVERRIDES = {
     "megatron": ["policy.megatron_cfg.enabled=true"],
     "none": ["policy.dtensor_cfg.enabled=false"],
 }
-COMBINATIONS = list(itertools.product(POLICY_OVERRIDES, ["sglang", "vllm", "megatron"], [True, False], ["broadcast", "ipc"]))
+COMBINATIONS = list(
+    itertools.product(POLICY_OVERRIDES, ["sglang", "vllm", "megatron"], [True, False], ["broadcast", "ipc"])
+)
 
 
 @pytest.mark.parametrize(("policy", "generation", "colocated", "mode"), COMBINATIONS)

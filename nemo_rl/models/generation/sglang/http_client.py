@@ -127,9 +127,9 @@ class EngineClient:
     def capabilities(self) -> ServerCapabilities:
         return ServerCapabilities.from_openapi(self.get("/openapi.json"))
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self, timeout_s: float | None = None) -> dict[str, str]:
         """`rank/parameter` -> digest, over all ranks, of what the engine holds in its own layout."""
-        body = self.post("/weights_checker", {"action": "checksum"})
+        body = self.post("/weights_checker", {"action": "checksum"}, timeout_s)
         digests: dict[str, str] = {}
         for index, rank in enumerate(body["ranks"]):
             digests.update({f"{index}/{name}": digest for name, digest in rank["checksums"].items()})

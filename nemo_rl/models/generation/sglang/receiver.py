@@ -44,7 +44,7 @@ class RayReceiver:
         )
 
     def leave(self, group_name: str, timeout_s: float) -> Future[None]:
-        return _plain_future(self.actor.destroy_weights_update_group.remote(group_name=group_name))
+        return _plain_future(self.actor.destroy_weights_update_group.remote(group_name=group_name, timeout_s=timeout_s))
 
 
 def _plain_future(reference: Any) -> Future[None]:

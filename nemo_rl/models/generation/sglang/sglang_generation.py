@@ -1,58 +1,107 @@
-"""The driver's handle on all engines: spreads prompts over them and gathers what they sampled."""
+"""The driver's handle on all engines: starts them, samples from them, leads them through a refit."""
 
-import asyncio
 import logging
-from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-import httpx
-import torch
+import ray
+from ray.exceptions import RayTaskError
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.layout import Layout
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.generation.sglang.http_client import EngineError, check_answer, transport_error
-from nemo_rl.models.generation.sglang.sampling import Sample, build_request, parse_answer
+from nemo_rl.models.generation.sglang.receiver import RayReceiver
+from nemo_rl.models.generation.sglang.sampler import EngineSampler
+from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_S = 60.0
+_ACTOR_START_S = 120.0
+"""For the actor's process and its imports, before its server starts."""
+_NUM_ACTOR_THREADS = 8
+"""Control calls run beside a long one: a bucket that loads, a group that forms."""
 
 
 class SGLangGeneration(GenerationInterface):
-    """Engines are Ray actors of `SGLangGenerationWorker`, started by setup; requests go straight to their servers."""
+    """Made without engines, so that a refused combination costs nothing; `launch` starts them."""
 
-    def __init__(
-        self,
-        *,
-        cfg: PolicyConfig,
-        engines: Sequence[Any],
-        urls: Sequence[str],
-        pad_token_id: int,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        self._cfg = cfg
+    def __init__(self, *, cfg: PolicyConfig, layout: Layout, device: str) -> None:
+        self.cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
-        self._engines = list(engines)
-        self._urls = list(urls)
-        self._pad_token_id = pad_token_id
-        self._stop_token_ids = sorted({*eos_token_ids, *(cfg.generation.stop_token_ids or [])})
-        self._num_new_engines = len(self._engines)
+        self._layout = layout
+        self._device = device
+        self._actors: list[Any] = []
+        self._starts: list[Any] = []
+        self._receivers: list[RayReceiver] = []
+        self._sampler: EngineSampler | None = None
+        self._tokens: tuple[int, list[int]] = (0, [])
+        self._num_new_engines = 0
+
+    def launch(
+        self, cluster: RayVirtualCluster, *, model_folder: Path, tokenizer: PreTrainedTokenizerBase, log_folder: Path
+    ) -> None:
+        """Start one actor and one server per bundle; returns at once."""
+        self._tokens = (int(tokenizer.pad_token_id), [int(tokenizer.eos_token_id)])
+        actor_class: Any = ray.remote(SGLangGenerationWorker)
+        for index in range(self._layout.num_engines):
+            options = cluster.actor_options(index, {}) | {"max_concurrency": _NUM_ACTOR_THREADS}
+            actor = actor_class.options(**options).remote(
+                cfg=self.cfg,
+                engine_index=index,
+                model_folder=str(model_folder),
+                tokenizer_folder=self.cfg.tokenizer.name,
+                device=self._device,
+                log_dir=str(log_folder),
+                host="127.0.0.1" if self._layout.num_nodes == 1 else ray.util.get_node_ip_address(),
+            )
+            self._actors.append(actor)
+            self._starts.append(actor.start.remote())
+
+    def wait_ready(self) -> None:
+        """Return when every server answers.
+
+        Raises:
+            ServerStartError: with the end of that server's log.
+        """
+        urls = _get(self._starts, self._server_cfg.startup_timeout_s + _ACTOR_START_S)
+        offers = _get([actor.capabilities.remote() for actor in self._actors], _ACTOR_START_S)
+        self._receivers = [
+            RayReceiver(name=f"engine {index} at {url}", actor=actor, takes_flattened=offer.flattened_bucket)
+            for index, (actor, url, offer) in enumerate(zip(self._actors, urls, offers, strict=True))
+        ]
+        pad_token_id, eos_token_ids = self._tokens
+        self._sampler = EngineSampler(cfg=self.cfg, urls=urls, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids)
+        self._num_new_engines = len(urls)
+
+    def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
+        """See `GenerationInterface` and `EngineSampler.generate`."""
+        if self._sampler is None:
+            raise AssertionError("generation: launch it and wait for it before use")
+        return self._sampler.generate(data, greedy=greedy)
 
     @property
-    def rollout_engines(self) -> list[Any]:
-        return list(self._engines)
+    def rollout_engines(self) -> list[RayReceiver]:
+        return list(self._receivers)
 
     @property
     def engine_gpu_counts(self) -> list[int]:
         """Ranks of each engine in the weight-update group."""
-        return [self._server_cfg.num_gpus_per_engine] * len(self._engines)
+        return [self._layout.num_slots_per_engine] * len(self._receivers)
 
     @property
     def engine_gpu_offsets(self) -> list[int]:
         """Rank of each engine's first slot in the weight-update group; the trainer is rank 0."""
         return list(accumulate(self.engine_gpu_counts, initial=1))[:-1]
+
+    @property
+    def refit_timeout_s(self) -> float:
+        return self._server_cfg.refit_timeout_s
 
     @property
     def num_new_engines(self) -> int:
@@ -62,76 +111,51 @@ class SGLangGeneration(GenerationInterface):
     def clear_updatable_num_new_engines(self) -> None:
         self._num_new_engines = 0
 
-    def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
-        """See `GenerationInterface`.
+    def pause(self, deadline: Deadline) -> None:
+        """Stop all requests by `pause_generation_mode`, then drop the KV cache: its entries are of the old weights."""
+        self._on_all("pause_generation", deadline, mode=self._server_cfg.pause_generation_mode)
+        self._on_all("invalidate_kv_cache", deadline)
 
-        Raises:
-            EngineError: an engine refused a request, failed, or did not answer in `request_timeout_s`; the other
-                requests are given up.
-            ValueError: a prompt leaves no room for a response.
-        """
-        prompts = [row[:length].tolist() for row, length in zip(data["input_ids"], data["input_lengths"], strict=True)]
-        stop_strings = data["stop_strings"] if "stop_strings" in data else [None] * len(prompts)
-        requests = [
-            build_request(self._cfg, prompt, stop_strings=stop, stop_token_ids=self._stop_token_ids, greedy=greedy)
-            for prompt, stop in zip(prompts, stop_strings, strict=True)
-        ]
-        return pack_samples(prompts, asyncio.run(self._sample_all(requests)), self._pad_token_id)
+    def begin_weight_update(self, deadline: Deadline) -> None:
+        self._on_all("begin_weight_update", deadline)
 
-    async def _sample_all(self, requests: list[dict[str, Any]]) -> list[Sample]:
-        """Neighbours go to one engine: samples of one prompt share its prefix cache."""
-        slots = [asyncio.Semaphore(self._server_cfg.sglang_server_concurrency) for _ in self._urls]
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
-            samples = []
-            for index, request in enumerate(requests):
-                engine = index * len(self._urls) // len(requests)
-                samples.append(self._sample(http, engine, slots[engine], request))
-            # The first error ends the wait; `asyncio.run` cancels what is still in flight.
-            return await asyncio.gather(*samples)
+    def end_weight_update(self, deadline: Deadline) -> None:
+        self._on_all("end_weight_update", deadline)
 
-    async def _sample(
-        self, http: httpx.AsyncClient, engine: int, slot: asyncio.Semaphore, request: dict[str, Any]
-    ) -> Sample:
-        name, endpoint = f"engine {engine} at {self._urls[engine]}", "/generate"
-        timeout_s = self._server_cfg.request_timeout_s
-        async with slot:
-            try:
-                response = await http.post(self._urls[engine] + endpoint, json=request, timeout=timeout_s)
-            except httpx.HTTPError as error:
-                raise transport_error(name, endpoint, timeout_s, error) from error
-        answer = check_answer(name, endpoint, response)
-        try:
-            return parse_answer(answer)
-        except ValueError as error:
-            raise EngineError(name, endpoint, response.status_code, str(error)) from error
+    def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
+        """Per engine: `rank/parameter` -> the engine's own digest of what it holds."""
+        return self._on_all("check_weights", deadline, action="checksum")
+
+    def set_weight_version(self, version: int, deadline: Deadline) -> None:
+        """The version that samples report from now on; requests go on."""
+        self._on_all("update_weight_version", deadline, version=str(version))
+
+    def update_weights_from_disk(self, folder: str, deadline: Deadline) -> None:
+        self._on_all("update_weights_from_disk", deadline, folder=folder)
+
+    def resume(self, deadline: Deadline) -> None:
+        self._on_all("continue_generation", deadline)
+
+    def _on_all(self, method: str, deadline: Deadline, **arguments: Any) -> list[Any]:
+        """Call every engine at once; raises EngineError of the first that fails."""
+        left_s = deadline.require(method)
+        calls = [getattr(actor, method).remote(**arguments, timeout_s=left_s) for actor in self._actors]
+        return _get(calls, left_s + 1.0)
 
     def shutdown(self) -> None:
-        if not self._engines:
-            return
-        # Only the end needs Ray: sampling is plain HTTP.
-        import ray
+        actors, self._actors = self._actors, []
+        self._receivers, self._sampler = [], None
+        if actors:
+            ray.wait(
+                [actor.shutdown.remote() for actor in actors], num_returns=len(actors), timeout=_SHUTDOWN_TIMEOUT_S
+            )
+        for actor in actors:
+            ray.kill(actor)
 
-        ray.get([engine.shutdown.remote() for engine in self._engines], timeout=_SHUTDOWN_TIMEOUT_S)
-        self._engines = []
 
-
-def pack_samples(prompts: list[list[int]], samples: list[Sample], pad_token_id: int) -> BatchedDataDict:
-    """Prompts and responses as the right-padded batch that `GenerationInterface.generate` promises."""
-    sequences = [prompt + sample.token_ids for prompt, sample in zip(prompts, samples, strict=True)]
-    width = max((len(sequence) for sequence in sequences), default=0)
-    output_ids = torch.full((len(sequences), width), pad_token_id, dtype=torch.int64)
-    logprobs = torch.zeros(len(sequences), width, dtype=torch.float32)
-    for row, (prompt, sequence, sample) in enumerate(zip(prompts, sequences, samples, strict=True)):
-        output_ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-        logprobs[row, len(prompt) : len(sequence)] = torch.tensor(sample.logprobs, dtype=torch.float32)
-    return BatchedDataDict(
-        {
-            "output_ids": output_ids,
-            "logprobs": logprobs,
-            "generation_lengths": torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
-            "unpadded_sequence_lengths": torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64),
-            "truncated": torch.tensor([sample.truncated for sample in samples], dtype=torch.bool),
-            "weight_version": [sample.weight_version for sample in samples],
-        }
-    )
+def _get(references: list[Any], timeout_s: float) -> list[Any]:
+    """The results; raises what the actor raised, without Ray's wrapping."""
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except RayTaskError as error:
+        raise error.cause from error

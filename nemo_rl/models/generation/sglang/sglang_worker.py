@@ -170,11 +170,11 @@ class SGLangGenerationWorker:
         """Flush the cache; the engine must be idle or paused."""
         self._require_client().post("/flush_cache", {}, timeout_s)
 
-    def check_weights(self, action: str) -> dict[str, str]:
+    def check_weights(self, action: str, timeout_s: float | None = None) -> dict[str, str]:
         """`checksum`: digest of every parameter, by `rank/name`; `snapshot`, `compare`, `reset_tensors`: no digests."""
         if action == "checksum":
-            return self._require_client().checksums()
-        self._require_client().post("/weights_checker", {"action": action})
+            return self._require_client().checksums(timeout_s)
+        self._require_client().post("/weights_checker", {"action": action}, timeout_s)
         return {}
 
     def update_weight_version(self, version: str, timeout_s: float | None = None) -> None:

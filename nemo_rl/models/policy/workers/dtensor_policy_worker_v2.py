@@ -1,7 +1,9 @@
 """One trainer rank: a shard of the policy, its optimizer, and on demand a shard of the frozen reference."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +12,34 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.export import export_hf
+from nemo_rl.distributed.weight_transfer.broadcast import (
+    BucketSender,
+    RefitStats,
+    broadcast_hf_buckets_via_distributed_impl,
+    on_rank0,
+)
+from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.process_group import (
+    TransferError,
+    WeightUpdateGroup,
+    connect_rollout_engines_from_distributed,
+    default_backend,
+    disconnect_rollout_engines_from_distributed,
+)
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.models.policy.export import dtensor_params_generator, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
-from nemo_rl.models.policy.utils import PRECISION_DTYPES, free_memory_bytes, init_process_group, resolve_device
+from nemo_rl.models.policy.utils import (
+    PRECISION_DTYPES,
+    TARGET_DTYPES,
+    free_memory_bytes,
+    init_process_group,
+    resolve_device,
+)
+from nemo_rl.utils.log import configure_logging
 
 CPU_EAGER_TOKENS = 256
 """Up to this length eager attention is the faster one on CPU: at 58 tokens its forward and backward take a quarter of
@@ -43,6 +68,7 @@ class DTensorPolicyWorkerV2:
         master_port: int,
         timeout_s: float,
         seed: int,
+        log_file: str,
     ) -> None:
         """Join the other ranks and load the model.
 
@@ -51,6 +77,7 @@ class DTensorPolicyWorkerV2:
             model_folder: Hugging Face folder; read on rank 0 alone.
             tokenizer_folder: its tokenizer goes into exports; null: exports hold none.
             device: `cpu` or `cuda` (the first visible GPU).
+            master_addr: address of rank 0, for the trainers' group and for the weight-update group.
             timeout_s: of every collective.
         """
         if cfg.train_global_batch_size % world_size:
@@ -58,7 +85,12 @@ class DTensorPolicyWorkerV2:
                 f"policy.train_global_batch_size: got {cfg.train_global_batch_size}; "
                 f"allowed multiples of the number of trainer ranks, {world_size}"
             )
+        configure_logging(Path(log_file))
         self.cfg = cfg
+        self.master_addr = master_addr
+        self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
+        self._engines: Sequence[Receiver] = ()
+        self._update_group: WeightUpdateGroup | None = None
         self.tokenizer_folder = tokenizer_folder
         self.device = resolve_device(device)
         self.world_size = world_size
@@ -120,10 +152,73 @@ class DTensorPolicyWorkerV2:
     def free_memory_bytes(self) -> int:
         return free_memory_bytes(self.device)
 
+    def connect_sglang_rollout_engines_distributed(
+        self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str
+    ) -> None:
+        """Make the weight-update group: rank 0 of the trainers and every engine rank.
+
+        Raises:
+            TransferError: on every rank, when an engine refuses or the group does not form in `refit_timeout_s`.
+        """
+        self.disconnect_sglang_rollout_engines_distributed()
+        self._engines = rollout_engines
+        self._update_group = on_rank0(
+            lambda: connect_rollout_engines_from_distributed(
+                rollout_engines=rollout_engines,
+                engine_gpu_counts=engine_gpu_counts,
+                group_name=group_name,
+                backend=self._server_cfg.weight_update_backend or default_backend(self.device),
+                master_address=self.master_addr,
+                deadline=Deadline(self._server_cfg.refit_timeout_s),
+            )
+        )
+
+    def update_weights_to_sglang_distributed(
+        self,
+        *,
+        rollout_engines: Sequence[Receiver],
+        buffer_size_bytes: int,
+        rollout_engine_lock: Any = None,
+        target_precision: str = "bf16",
+        sglang_quantization_cfg: Mapping[str, Any] | None = None,
+    ) -> RefitStats:
+        """Gather every weight, bucket by bucket; rank 0 sends each bucket to every engine.
+
+        Raises:
+            TransferError: on every rank, with rank 0's reason; the group is then gone.
+        """
+        group = self._update_group
+        deadline = Deadline(self._server_cfg.refit_timeout_s)
+        sender = BucketSender(rollout_engines, group, deadline) if group is not None else None
+        tensors = dtensor_params_generator(self.model, TARGET_DTYPES[target_precision])
+        try:
+            return broadcast_hf_buckets_via_distributed_impl(
+                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes), sender=sender
+            )
+        except TransferError:
+            if group is not None:
+                group.abandon()
+                self._update_group = None
+            raise
+
+    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+        """Take the weight-update group down on both sides. Idempotent.
+
+        Raises:
+            TransferError: on every rank, when an engine does not let go of it.
+        """
+        on_rank0(self._disconnect)
+
     def shutdown(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the trainers' group. Idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _disconnect(self) -> None:
+        group, self._update_group = self._update_group, None
+        if group is not None:
+            deadline = Deadline(self._server_cfg.refit_timeout_s)
+            disconnect_rollout_engines_from_distributed(rollout_engines=self._engines, group=group, deadline=deadline)
 
     def _logprobs(self, model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
         return compute_logprobs(

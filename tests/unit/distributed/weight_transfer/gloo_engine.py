@@ -6,9 +6,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+
 from nemo_rl.distributed.weight_transfer.buckets import BucketHeader
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 
 class GlooEngine:
@@ -17,7 +18,12 @@ class GlooEngine:
     takes_flattened = True
 
     def __init__(
-        self, name: str, num_ranks: int = 1, *, on_join: Callable[[], None] | None = None, on_bucket: Callable[[int], None] | None = None
+        self,
+        name: str,
+        num_ranks: int = 1,
+        *,
+        on_join: Callable[[], None] | None = None,
+        on_bucket: Callable[[int], None] | None = None,
     ):
         self.name = name
         self.num_ranks = num_ranks
@@ -36,9 +42,7 @@ class GlooEngine:
         if self._on_join is not None:
             self._on_join()
         self.group, self.rank_offset = group, rank_offset
-        ranks = [
-            self._pool.submit(_connect, group, rank_offset + i, timeout_s) for i in range(self.num_ranks)
-        ]
+        ranks = [self._pool.submit(_connect, group, rank_offset + i, timeout_s) for i in range(self.num_ranks)]
         self._backends = [rank.result() for rank in ranks]
 
     def announce(self, header: BucketHeader, group_name: str, timeout_s: float) -> Future[None]:
@@ -83,10 +87,5 @@ class PerTensorEngine(GlooEngine):
 def _connect(group: GroupSpec, rank: int, timeout_s: float) -> dist.ProcessGroupGloo:
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(group.master_address, group.master_port, is_master=False, timeout=timeout)
-    inner = PrefixStore(f"{group.name}/", PrefixStore(group.name, store))
-    # torch makes one backend per device type that gloo serves, in this order.
-    backends = [
-        dist.ProcessGroupGloo(PrefixStore(f"{device}/", inner), rank, group.world_size, timeout=timeout)
-        for device in ("cpu", "cuda")
-    ]
-    return backends[0]
+    own_store = PrefixStore("cpu/", PrefixStore(f"{group.name}/", PrefixStore(group.name, store)))
+    return dist.ProcessGroupGloo(own_store, rank, group.world_size, timeout=timeout)

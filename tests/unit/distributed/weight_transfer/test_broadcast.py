@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_engine import GlooEngine, PerTensorEngine
+
 from nemo_rl.distributed.weight_transfer.broadcast import BucketSender, broadcast_hf_buckets_via_distributed_impl
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
@@ -37,7 +38,9 @@ def connect(engines: list[GlooEngine], timeout_s: float = 20.0, name: str = "ref
     )
 
 
-def send_all(engines: list[GlooEngine], group: WeightUpdateGroup, buffer_size_bytes: int, timeout_s: float = 20.0) -> BucketSender:
+def send_all(
+    engines: list[GlooEngine], group: WeightUpdateGroup, buffer_size_bytes: int, timeout_s: float = 20.0
+) -> BucketSender:
     sender = BucketSender(engines, group, Deadline(timeout_s))
     for bucket in iter_named_tensor_buckets(weights(), buffer_size_bytes):
         sender.send(bucket)

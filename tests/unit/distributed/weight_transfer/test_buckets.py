@@ -1,6 +1,7 @@
 """Bucket edges and the flat layout, by exact values."""
 
 import torch
+
 from nemo_rl.distributed.weight_transfer.buckets import flatten_bucket, iter_named_tensor_buckets, make_header
 
 
@@ -30,7 +31,11 @@ def test_edges_depend_on_wire_size() -> None:
 
 
 def test_wider_dtypes_come_first_so_that_every_offset_is_aligned() -> None:
-    mixed = [("odd", torch.ones(3, dtype=torch.bfloat16)), ("wide", torch.ones(2)), ("byte", torch.ones(1, dtype=torch.uint8))]
+    mixed = [
+        ("odd", torch.ones(3, dtype=torch.bfloat16)),
+        ("wide", torch.ones(2)),
+        ("byte", torch.ones(1, dtype=torch.uint8)),
+    ]
     (bucket,) = iter_named_tensor_buckets(mixed, 1000)
     header = make_header(0, bucket, flattened=True)
     assert header.names == ("wide", "odd", "byte")

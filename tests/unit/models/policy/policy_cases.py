@@ -1,5 +1,6 @@
 """Tiny models, batches, a loss, and the 2-rank runs that the tests of this folder share."""
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,7 @@ def make_worker(folder: str, cfg: PolicyConfig, *, rank: int, world_size: int, p
     return DTensorPolicyWorkerV2(
         cfg=cfg,
         loss_needs_reference=True,
+        log_file=os.devnull,
         model_folder=folder,
         tokenizer_folder=None,
         device="cpu",

@@ -7,7 +7,7 @@ from sglang_config import make_config
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
-from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.models.generation.sglang.sampler import EngineSampler
 
 
 def _client(fake, timeout_s=5.0):
@@ -85,7 +85,7 @@ def test_checksums_of_all_ranks():
 
 def _generation(urls, **server):
     config = make_config(server=server)
-    return SGLangGeneration(cfg=config, engines=[], urls=urls, pad_token_id=0, eos_token_ids=[2])
+    return EngineSampler(cfg=config, urls=urls, pad_token_id=0, eos_token_ids=[2])
 
 
 def _prompts(num_prompts):

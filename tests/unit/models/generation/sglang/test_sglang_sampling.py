@@ -2,8 +2,8 @@ import pytest
 import torch
 from sglang_config import make_config
 
+from nemo_rl.models.generation.sglang.sampler import EngineSampler, pack_samples
 from nemo_rl.models.generation.sglang.sampling import Sample, build_request, parse_answer
-from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration, pack_samples
 
 
 def _request(config, prompt_length, *, stop=None, greedy=False):
@@ -69,21 +69,3 @@ def test_samples_are_packed_right_padded():
     assert batch["weight_version"] == ["1", "1", "1"]
     assert (batch["output_ids"].dtype, batch["logprobs"].dtype) == (torch.int64, torch.float32)
     assert batch.size == 3
-
-
-@pytest.mark.parametrize(("num_engines", "per_engine", "offsets"), [(1, 1, [1]), (3, 1, [1, 2, 3]), (2, 4, [1, 5])])
-def test_ranks_of_the_engines_in_the_weight_update_group(num_engines, per_engine, offsets):
-    engines = [object() for _ in range(num_engines)]
-    generation = SGLangGeneration(
-        cfg=make_config(server={"num_gpus_per_engine": per_engine}),
-        engines=engines,
-        urls=[""] * num_engines,
-        pad_token_id=0,
-        eos_token_ids=[2],
-    )
-    assert generation.engine_gpu_offsets == offsets
-    assert generation.engine_gpu_counts == [per_engine] * num_engines
-    assert generation.num_new_engines == num_engines
-    generation.clear_updatable_num_new_engines()
-    assert generation.num_new_engines == 0
-    assert generation.rollout_engines == engines
