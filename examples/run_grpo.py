@@ -2,6 +2,7 @@
 
 import sys
 
+from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import exit_with_refusal, load_config_or_exit
 
 
@@ -15,7 +16,10 @@ def main() -> None:
         inputs = prepare_inputs(config)
     except ValueError as error:
         exit_with_refusal(error)
-    run_grpo(config, inputs)
+    try:
+        run_grpo(config, inputs)
+    except ConfigError as error:
+        exit_with_refusal(error)
 
 
 if __name__ == "__main__":

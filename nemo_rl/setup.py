@@ -100,7 +100,7 @@ def start_participants(
     """Start everything; whatever way the block ends, end everything.
 
     Raises:
-        ValueError: the cluster has fewer slots than asked.
+        ConfigError: the combination is not supported, or the cluster has fewer slots than asked.
     """
     layout, device = inputs.layout, inputs.device
     policy = Policy(cfg=config.policy)

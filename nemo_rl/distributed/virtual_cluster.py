@@ -9,6 +9,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.config.errors import ConfigError, refusal
+
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 512 * 2**20
@@ -19,7 +21,7 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
     """Join the cluster of `RAY_ADDRESS`, or start one on this machine.
 
     Raises:
-        ValueError: fewer slots than asked.
+        ConfigError: fewer slots than asked.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -44,7 +46,7 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
 
 def _require(asked: int, available: int, key: str, what: str) -> None:
     if asked > available:
-        raise ValueError(f"{key}: asked {asked}, available {available} {what}")
+        raise ConfigError([refusal(key, asked, f"asked {asked}, available {available} {what}")])
 
 
 def _local_gpus() -> int:

@@ -3,13 +3,16 @@
 from typing import Any
 
 from nemo_rl.config.support import check_support
+from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+from nemo_rl.weight_sync.sglang_weight_synchronizer import SGLangDisaggregatedWeightSynchronizer
 
 
 def create_weight_synchronizer(
     *,
-    policy: Any,
-    generation: Any,
+    policy: PolicyInterface,
+    generation: UpdatableGeneration,
     generation_backend: str,
     colocated: bool,
     train_cluster: Any = None,
@@ -19,8 +22,6 @@ def create_weight_synchronizer(
     """Make the synchronizer for a policy and a generation backend.
 
     Args:
-        policy: a PolicyInterface with its `cfg`.
-        generation: an SGLangGeneration.
         train_cluster, inference_cluster: part of the ecosystem's signature; the broadcast needs neither.
 
     Raises:
@@ -30,7 +31,5 @@ def create_weight_synchronizer(
     asked["generation"]["backend"] = generation_backend
     asked["generation"]["colocated"]["enabled"] = colocated
     check_support({"policy": asked})
-
-    from nemo_rl.weight_sync.sglang_weight_synchronizer import SGLangDisaggregatedWeightSynchronizer
 
     return SGLangDisaggregatedWeightSynchronizer(policy, generation, refit_buffer_size_gb)

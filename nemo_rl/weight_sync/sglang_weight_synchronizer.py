@@ -3,13 +3,15 @@
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.process_group import TransferError
-from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
@@ -23,10 +25,13 @@ _MIN_BUFFER_BYTES = 2**20
 
 
 class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
-    def __init__(self, policy: Policy, generation: SGLangGeneration, refit_buffer_size_gb: float | None = None):
+    def __init__(
+        self, policy: PolicyInterface, generation: UpdatableGeneration, refit_buffer_size_gb: float | None = None
+    ):
         self._policy = policy
         self._generation = generation
         self._refit_buffer_size_gb = refit_buffer_size_gb
+        memory_ratio(os.environ)  # a bad value is told now and not after the model has loaded
         self._buffer_size_bytes = 0
         self._stale = True
         self._proven = False
@@ -122,7 +127,17 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         """Once, on the driver, from the configured size or the least free memory of any trainer rank."""
         if self._refit_buffer_size_gb is not None:
             return max(int(self._refit_buffer_size_gb * 1e9), _MIN_BUFFER_BYTES)
-        ratio = float(os.environ.get(MEMORY_RATIO_VARIABLE, _DEFAULT_MEMORY_RATIO))
-        if not 0.0 < ratio <= 1.0:
-            raise ValueError(f"{MEMORY_RATIO_VARIABLE}: got {ratio}; allowed: above 0, at most 1")
-        return max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, int(ratio * self._policy.free_memory_bytes())))
+        free_bytes = memory_ratio(os.environ) * self._policy.free_memory_bytes()
+        return max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, int(free_bytes)))
+
+
+def memory_ratio(environment: Mapping[str, str]) -> float:
+    """Part of the free memory that a bucket may take; raises ConfigError when the variable is no such number."""
+    text = environment.get(MEMORY_RATIO_VARIABLE, str(_DEFAULT_MEMORY_RATIO))
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = 0.0
+    if not 0.0 < ratio <= 1.0:
+        raise ConfigError([refusal(MEMORY_RATIO_VARIABLE, text, "allowed: a number above 0, at most 1")])
+    return ratio

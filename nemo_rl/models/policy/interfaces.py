@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
@@ -40,6 +41,8 @@ class TrainResult:
 
 
 class PolicyInterface(ABC):
+    cfg: PolicyConfig
+
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """`input_ids [batch, seq]`, `input_lengths [batch]` -> `logprobs [batch, seq]` float32.

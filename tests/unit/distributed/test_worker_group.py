@@ -106,5 +106,5 @@ def test_more_slots_than_the_cluster_has(cluster: RayVirtualCluster) -> None:
 
 
 def test_several_nodes_need_a_cluster() -> None:
-    with pytest.raises(ValueError, match="cluster.num_nodes: asked 2, available 1 nodes; set RAY_ADDRESS"):
+    with pytest.raises(ValueError, match="cluster.num_nodes: got 2; asked 2, available 1 nodes; set RAY_ADDRESS"):
         start_ray(device="cpu", num_slots=2, num_nodes=2)

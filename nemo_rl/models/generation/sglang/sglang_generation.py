@@ -14,7 +14,7 @@ from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import UpdatableGeneration
 from nemo_rl.models.generation.sglang.receiver import RayReceiver
 from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
@@ -28,7 +28,7 @@ _NUM_ACTOR_THREADS = 8
 """Control calls run beside a long one: a bucket that loads, a group that forms."""
 
 
-class SGLangGeneration(GenerationInterface):
+class SGLangGeneration(UpdatableGeneration):
     """Made without engines, so that a refused combination costs nothing; `launch` starts them."""
 
     def __init__(self, *, cfg: PolicyConfig, layout: Layout, device: str) -> None:
@@ -91,7 +91,6 @@ class SGLangGeneration(GenerationInterface):
 
     @property
     def engine_gpu_counts(self) -> list[int]:
-        """Ranks of each engine in the weight-update group."""
         return [self._layout.num_slots_per_engine] * len(self._receivers)
 
     @property
@@ -105,14 +104,12 @@ class SGLangGeneration(GenerationInterface):
 
     @property
     def num_new_engines(self) -> int:
-        """Engines that no weight-update group has seen."""
         return self._num_new_engines
 
     def clear_updatable_num_new_engines(self) -> None:
         self._num_new_engines = 0
 
     def pause(self, deadline: Deadline) -> None:
-        """Stop all requests by `pause_generation_mode`, then drop the KV cache: its entries are of the old weights."""
         self._on_all("pause_generation", deadline, mode=self._server_cfg.pause_generation_mode)
         self._on_all("invalidate_kv_cache", deadline)
 
@@ -123,11 +120,9 @@ class SGLangGeneration(GenerationInterface):
         self._on_all("end_weight_update", deadline)
 
     def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
-        """Per engine: `rank/parameter` -> the engine's own digest of what it holds."""
         return self._on_all("check_weights", deadline, action="checksum")
 
     def set_weight_version(self, version: int, deadline: Deadline) -> None:
-        """The version that samples report from now on; requests go on."""
         self._on_all("update_weight_version", deadline, version=str(version))
 
     def update_weights_from_disk(self, folder: str, deadline: Deadline) -> None:

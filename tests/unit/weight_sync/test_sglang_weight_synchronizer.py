@@ -1,0 +1,301 @@
+"""The refit as the driver leads it: order of events, what holds after success, what holds after a failure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.process_group import TransferError
+from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
+from nemo_rl.utils.timer import Timer
+from nemo_rl.weight_sync.factory import create_weight_synchronizer
+from nemo_rl.weight_sync.sglang_weight_synchronizer import MEMORY_RATIO_VARIABLE, SGLangDisaggregatedWeightSynchronizer
+
+GIB = 2**30
+
+
+def make_config(**keys: Any) -> PolicyConfig:
+    return PolicyConfig.model_validate(
+        {
+            "model_name": "m",
+            "train_global_batch_size": 1,
+            "train_micro_batch_size": 1,
+            "max_total_sequence_length": 8,
+            "generation": {"max_new_tokens": 4, **keys.pop("generation", {})},
+            **keys,
+        }
+    )
+
+
+class FakePolicy(PolicyInterface):
+    def __init__(self, events: list[str], cfg: PolicyConfig | None = None, free_bytes: int = GIB) -> None:
+        self.cfg = cfg or make_config()
+        self.events = events
+        self.free_bytes = free_bytes
+        self.failure: Exception | None = None
+        self.sent: list[dict[str, Any]] = []
+
+    def free_memory_bytes(self) -> int:
+        self.events.append("free memory")
+        return self.free_bytes
+
+    def connect_sglang_rollout_engines_distributed(
+        self, *, rollout_engines: Sequence[Any], engine_gpu_counts: list[int], group_name: str | None = None
+    ) -> None:
+        self.events.append(f"connect {engine_gpu_counts}")
+
+    def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:  # type: ignore[override]
+        self.events.append("send")
+        self.sent.append(arguments)
+        if self.failure is not None:
+            raise self.failure
+        return RefitStats(num_bytes=6_000_000, num_tensors=3, num_buckets=2)
+
+    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+        self.events.append("disconnect")
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        raise AssertionError
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        raise AssertionError
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
+        raise AssertionError
+
+    def export_hf(self, folder: str) -> None:
+        raise AssertionError
+
+    def shutdown(self) -> None:
+        raise AssertionError
+
+
+class FakeGeneration(UpdatableGeneration):
+    def __init__(self, events: list[str], num_engines: int = 2) -> None:
+        self.events = events
+        self.versions = [0] * num_engines
+        self.digests = [{"0/w": "a", "0/v": "b"} for _ in range(num_engines)]
+        self.after_send: list[dict[str, str]] | None = None
+        self._num_new = num_engines
+
+    @property
+    def rollout_engines(self) -> Sequence[Any]:
+        return [f"engine {i}" for i in range(len(self.versions))]
+
+    @property
+    def engine_gpu_counts(self) -> list[int]:
+        return [1] * len(self.versions)
+
+    @property
+    def refit_timeout_s(self) -> float:
+        return 60.0
+
+    @property
+    def num_new_engines(self) -> int:
+        return self._num_new
+
+    def clear_updatable_num_new_engines(self) -> None:
+        self._num_new = 0
+
+    def pause(self, deadline: Deadline) -> None:
+        self.events.append("pause")
+
+    def begin_weight_update(self, deadline: Deadline) -> None:
+        self.events.append("begin")
+
+    def end_weight_update(self, deadline: Deadline) -> None:
+        self.events.append("end")
+
+    def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
+        self.events.append("checksums")
+        if "send" in self.events and self.after_send is not None:
+            return self.after_send
+        return self.digests
+
+    def set_weight_version(self, version: int, deadline: Deadline) -> None:
+        self.events.append(f"version {version}")
+        self.versions = [version] * len(self.versions)
+
+    def resume(self, deadline: Deadline) -> None:
+        self.events.append("resume")
+
+    def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
+        raise AssertionError
+
+    def shutdown(self) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def events() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def policy(events: list[str]) -> FakePolicy:
+    return FakePolicy(events)
+
+
+@pytest.fixture
+def generation(events: list[str]) -> FakeGeneration:
+    return FakeGeneration(events)
+
+
+def make(policy: FakePolicy, generation: FakeGeneration, size_gb: float | None = None) -> Any:
+    return create_weight_synchronizer(
+        policy=policy,
+        generation=generation,
+        generation_backend="sglang",
+        colocated=False,
+        refit_buffer_size_gb=size_gb,
+    )
+
+
+def test_first_refit_then_the_next(policy: FakePolicy, generation: FakeGeneration, events: list[str]) -> None:
+    synchronizer = make(policy, generation)
+    assert synchronizer.is_stale
+    synchronizer.init_communicator()
+    timer = Timer()
+    synchronizer.sync_weights(timer=timer)
+    first = ["pause", "checksums", "begin", "send", "end", "checksums", "version 1", "resume"]
+    assert events == ["free memory", "connect [1, 1]", *first]
+    assert not synchronizer.is_stale
+    assert timer.take().keys() == {"refit"}
+    events.clear()
+    synchronizer.mark_stale()
+    assert synchronizer.is_stale
+    synchronizer.sync_weights()
+    assert events == ["pause", "begin", "send", "end", "version 2", "resume"]
+    metrics = synchronizer.metrics()
+    assert metrics.pop("refit/megabytes_per_s") > 0
+    assert metrics == {"refit/bytes": 6_000_000, "refit/buckets": 2, "refit/tensors": 3, "refit/weight_version": 2}
+
+
+def test_a_failed_transfer_ends_the_session_but_does_not_resume(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str]
+) -> None:
+    synchronizer = make(policy, generation)
+    synchronizer.init_communicator()
+    synchronizer.sync_weights()
+    events.clear()
+    policy.failure = TransferError("engine 1 failed at bucket 2")
+    with pytest.raises(TransferError, match="engine 1 failed at bucket 2"):
+        synchronizer.sync_weights()
+    assert events == ["pause", "begin", "send", "end"]
+    assert synchronizer.is_stale
+    assert generation.versions == [1, 1]
+    policy.failure = None
+    synchronizer.sync_weights()
+    assert generation.versions == [2, 2]
+    assert not synchronizer.is_stale
+
+
+def test_a_first_refit_that_changes_a_digest_stops_the_run(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str]
+) -> None:
+    generation.after_send = [{"0/w": "a", "0/v": "b"}, {"0/w": "a", "0/v": "other"}]
+    synchronizer = make(policy, generation)
+    synchronizer.init_communicator()
+    with pytest.raises(TransferError, match=r"engine 1: .* 1 of 2 tensors changed: 0/v"):
+        synchronizer.sync_weights()
+    assert "resume" not in events
+    assert generation.versions == [0, 0]
+    assert synchronizer.is_stale
+
+
+def test_a_new_engine_means_a_new_group(policy: FakePolicy, generation: FakeGeneration, events: list[str]) -> None:
+    synchronizer = make(policy, generation)
+    synchronizer.sync_weights()
+    assert events[:2] == ["free memory", "connect [1, 1]"]
+    events.clear()
+    generation._num_new = 1
+    synchronizer.sync_weights()
+    assert events[0] == "connect [1, 1]"
+
+
+@pytest.mark.parametrize(
+    ("size_gb", "free_bytes", "ratio", "expected"),
+    [
+        (0.5, GIB, None, 500_000_000),
+        (1e-9, GIB, None, 2**20),
+        (None, GIB, None, int(0.3 * GIB)),
+        (None, 100 * GIB, None, 2 * GIB),
+        (None, 10, None, 2**20),
+        (None, GIB, "0.5", GIB // 2),
+    ],
+)
+def test_one_bucket_size_is_decided_on_the_driver_and_handed_out(
+    events: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    size_gb: float | None,
+    free_bytes: int,
+    ratio: str | None,
+    expected: int,
+) -> None:
+    monkeypatch.delenv(MEMORY_RATIO_VARIABLE, raising=False)
+    if ratio is not None:
+        monkeypatch.setenv(MEMORY_RATIO_VARIABLE, ratio)
+    policy = FakePolicy(events, free_bytes=free_bytes)
+    synchronizer = make(policy, FakeGeneration(events), size_gb)
+    synchronizer.init_communicator()
+    policy.free_bytes = 1  # what is free later, or another value of the variable, changes nothing
+    monkeypatch.setenv(MEMORY_RATIO_VARIABLE, "0.01")
+    synchronizer.sync_weights()
+    synchronizer.sync_weights()
+    assert [sent["buffer_size_bytes"] for sent in policy.sent] == [expected, expected]
+
+
+@pytest.mark.parametrize("ratio", ["0", "-1", "1.5", "nan", "much", ""])
+def test_a_bad_memory_ratio_is_refused_before_anything_is_asked(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str], monkeypatch: pytest.MonkeyPatch, ratio: str
+) -> None:
+    monkeypatch.setenv(MEMORY_RATIO_VARIABLE, ratio)
+    with pytest.raises(ConfigError, match=f"{MEMORY_RATIO_VARIABLE}: got"):
+        make(policy, generation)
+    assert events == []
+
+
+@pytest.mark.parametrize(("precision", "target"), [("bfloat16", "bf16"), ("float32", "fp32")])
+def test_the_wire_dtype_is_the_precision(events: list[str], precision: str, target: str) -> None:
+    policy = FakePolicy(events, make_config(precision=precision))
+    make(policy, FakeGeneration(events)).sync_weights()
+    assert policy.sent[0]["target_precision"] == target
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys", "says"),
+    [
+        ({"generation_backend": "vllm"}, {}, "policy.generation.backend: got 'vllm'"),
+        ({"colocated": True}, {}, "policy.generation.colocated.enabled: got true"),
+        ({}, {"dtensor_cfg": {"_v2": False}}, "policy.dtensor_cfg._v2: got false"),
+        ({}, {"megatron_cfg": {"enabled": True}}, "policy.megatron_cfg.enabled: got true"),
+        (
+            {},
+            {"generation": {"sglang_cfg": {"sglang_server_config": {"weight_transfer_mode": "ipc"}}}},
+            "weight_transfer_mode: got 'ipc'",
+        ),
+    ],
+)
+def test_the_factory_refuses_before_it_touches_anything(
+    generation: FakeGeneration, events: list[str], arguments: dict[str, Any], keys: dict[str, Any], says: str
+) -> None:
+    asked = {"generation_backend": "sglang", "colocated": False, **arguments}
+    with pytest.raises(ConfigError, match=says):
+        create_weight_synchronizer(policy=FakePolicy(events, make_config(**keys)), generation=generation, **asked)
+    assert events == []
+
+
+def test_the_factory_makes_the_disaggregated_synchronizer(policy: FakePolicy, generation: FakeGeneration) -> None:
+    assert isinstance(make(policy, generation), SGLangDisaggregatedWeightSynchronizer)
+
+
+def test_kv_scales_are_refused(policy: FakePolicy, generation: FakeGeneration) -> None:
+    with pytest.raises(NotImplementedError, match="kv_scales"):
+        make(policy, generation).sync_weights(kv_scales={"k": torch.ones(1)})
