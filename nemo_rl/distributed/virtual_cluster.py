@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Mapping
 
@@ -28,6 +29,7 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
         _require(num_nodes, 1, "cluster.num_nodes", "nodes; set RAY_ADDRESS to a cluster that has more")
         if device == "cuda":
             _require(num_slots, _local_gpus(), "cluster.gpus_per_node", "GPUs")
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address,
         # On CPU slots are counted, not cores: two ranks and an engine take turns on two cores.
@@ -38,6 +40,8 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
+    # Ray's own handler would abort the process instead of unwinding it, and leave clean-up undone.
+    signal.signal(signal.SIGTERM, handler)
     if address is not None:
         kind = "GPU" if device == "cuda" else "CPU"
         available = int(ray.cluster_resources().get(kind, 0))

@@ -22,6 +22,7 @@ _DEFAULT_MEMORY_RATIO = 0.3
 _MAX_BUFFER_BYTES = 2 * 2**30
 """Larger buckets gain nothing and the engine allocates each one whole."""
 _MIN_BUFFER_BYTES = 2**20
+"""Of a computed size; a configured one may be smaller."""
 
 
 class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
@@ -126,7 +127,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
     def _decide_buffer_size_bytes(self) -> int:
         """Once, on the driver, from the configured size or the least free memory of any trainer rank."""
         if self._refit_buffer_size_gb is not None:
-            return max(int(self._refit_buffer_size_gb * 1e9), _MIN_BUFFER_BYTES)
+            return max(1, int(self._refit_buffer_size_gb * 1e9))
         free_bytes = memory_ratio(os.environ) * self._policy.free_memory_bytes()
         return max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, int(free_bytes)))
 

@@ -224,7 +224,7 @@ def test_a_new_engine_means_a_new_group(policy: FakePolicy, generation: FakeGene
     ("size_gb", "free_bytes", "ratio", "expected"),
     [
         (0.5, GIB, None, 500_000_000),
-        (1e-9, GIB, None, 2**20),
+        (1e-9, GIB, None, 1),
         (None, GIB, None, int(0.3 * GIB)),
         (None, 100 * GIB, None, 2 * GIB),
         (None, 10, None, 2**20),
