@@ -27,6 +27,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.model_source import resolve_model
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import RunFolder
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
@@ -95,7 +96,11 @@ def _resolve_device(asked: str) -> str:
 
 @contextmanager
 def start_participants(
-    config: MasterConfig, inputs: Inputs, folder: RunFolder, metrics: MetricsLogger
+    config: MasterConfig,
+    inputs: Inputs,
+    folder: RunFolder,
+    metrics: MetricsLogger,
+    worker_class: type[DTensorPolicyWorkerV2] = DTensorPolicyWorkerV2,
 ) -> Iterator[Participants]:
     """Start everything; whatever way the block ends, end everything.
 
@@ -103,7 +108,7 @@ def start_participants(
         ConfigError: the combination is not supported, or the cluster has fewer slots than asked.
     """
     layout, device = inputs.layout, inputs.device
-    policy = Policy(cfg=config.policy)
+    policy = Policy(cfg=config.policy, worker_class=worker_class)
     generation = SGLangGeneration(cfg=config.policy, layout=layout, device=device)
     # Refuses what is unsupported while nothing has been started.
     synchronizer = create_weight_synchronizer(

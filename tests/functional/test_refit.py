@@ -100,7 +100,7 @@ def prepare_original() -> Path:
 def test_every_byte_of_the_model_travels_once(stack: Participants) -> None:
     stack.synchronizer.sync_weights()
     model = AutoModelForCausalLM.from_pretrained(prepare_original())
-    expected = {name: tensor for name, tensor in model.state_dict().items()}
+    expected = model.state_dict()
     metrics = stack.synchronizer.metrics()
     assert metrics["refit/tensors"] == len(expected)
     assert metrics["refit/bytes"] == sum(tensor.numel() * 4 for tensor in expected.values())

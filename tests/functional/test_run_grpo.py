@@ -100,7 +100,7 @@ def test_the_run_folder_holds_what_a_person_looks_for(finished: tuple[Path, subp
 def test_the_exported_model_loads_with_its_tokenizer(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished[0] / "hf_model")
     assert type(model).__name__ == "Qwen3ForCausalLM"
-    assert AutoTokenizer.from_pretrained(finished[0] / "hf_model").decode([7, 8]) == "\"#"
+    assert AutoTokenizer.from_pretrained(finished[0] / "hf_model").decode([7, 8]) == '"#'
 
 
 def test_nothing_is_left_of_a_finished_run(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -17,13 +17,15 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicy
 
 _STEP_TIMEOUT_S = 3600.0
 """A training step, a forward pass, an export: beyond it a rank is taken for dead."""
+_ANSWER_S = 15.0
 
 
 class Policy(PolicyInterface):
     """Made without ranks, so that a refused combination costs nothing; `launch` starts them."""
 
-    def __init__(self, *, cfg: PolicyConfig):
+    def __init__(self, *, cfg: PolicyConfig, worker_class: type[DTensorPolicyWorkerV2] = DTensorPolicyWorkerV2):
         self.cfg = cfg
+        self._worker_class = worker_class
         self._workers: RayWorkerGroup | None = None
         self._group_numbers = itertools.count()
 
@@ -41,7 +43,7 @@ class Policy(PolicyInterface):
         address, port = cluster.reserve_rendezvous()
         self._workers = RayWorkerGroup(
             name="policy",
-            worker_class=DTensorPolicyWorkerV2,
+            worker_class=self._worker_class,
             cluster=cluster,
             env=trainer_environment(device, cluster.num_bundles),
             make_kwargs=lambda rank: {
@@ -62,7 +64,14 @@ class Policy(PolicyInterface):
 
     def wait_ready(self) -> None:
         """Return when every rank holds its shard."""
-        self._ranks.ready(timeout_s=_STEP_TIMEOUT_S)
+        self.workers.ready(timeout_s=_STEP_TIMEOUT_S)
+
+    @property
+    def workers(self) -> RayWorkerGroup:
+        """The ranks."""
+        if self._workers is None:
+            raise AssertionError("policy: launch it before use")
+        return self._workers
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         return self._forward("get_logprobs", data)
@@ -71,24 +80,24 @@ class Policy(PolicyInterface):
         return self._forward("get_reference_policy_logprobs", data)
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
-        ranks = self._ranks.num_ranks
+        ranks = self.workers.num_ranks
         batches = data.make_microbatch_iterator(self.cfg.train_global_batch_size)
         # Rank r trains on the r-th part of every global batch.
         shards = zip(*(batch.shard_by_batch_size(ranks) for batch in batches), strict=True)
         per_rank = [(BatchedDataDict.from_batches(parts), loss_fn) for parts in shards]
-        results: list[TrainResult] = self._ranks.run("train", timeout_s=_STEP_TIMEOUT_S, per_rank=per_rank)
+        results: list[TrainResult] = self.workers.run("train", timeout_s=_STEP_TIMEOUT_S, per_rank=per_rank)
         return results[0]
 
     def export_hf(self, folder: str) -> None:
-        self._ranks.run("export_hf", timeout_s=_STEP_TIMEOUT_S, folder=folder)
+        self.workers.run("export_hf", timeout_s=_STEP_TIMEOUT_S, folder=folder)
 
     def free_memory_bytes(self) -> int:
-        return min(self._ranks.run("free_memory_bytes", timeout_s=self._refit_timeout_s))
+        return min(self.workers.run("free_memory_bytes", timeout_s=self._refit_timeout_s))
 
     def connect_sglang_rollout_engines_distributed(
         self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
     ) -> None:
-        self._ranks.run(
+        self.workers.run(
             "connect_sglang_rollout_engines_distributed",
             timeout_s=self._refit_timeout_s,
             rollout_engines=rollout_engines,
@@ -106,7 +115,7 @@ class Policy(PolicyInterface):
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
     ) -> RefitStats:
-        stats: list[RefitStats] = self._ranks.run(
+        stats: list[RefitStats] = self.workers.run(
             "update_weights_to_sglang_distributed",
             timeout_s=self._refit_timeout_s,
             rollout_engines=rollout_engines,
@@ -126,18 +135,13 @@ class Policy(PolicyInterface):
             self._workers.shutdown()
 
     @property
-    def _ranks(self) -> RayWorkerGroup:
-        if self._workers is None:
-            raise AssertionError("policy: launch it before use")
-        return self._workers
-
-    @property
     def _refit_timeout_s(self) -> float:
-        return self.cfg.generation.sglang_cfg.sglang_server_config.refit_timeout_s
+        """Beyond the ranks' own deadline, so that their error arrives, which says more than the driver's."""
+        return self.cfg.generation.sglang_cfg.sglang_server_config.refit_timeout_s + _ANSWER_S
 
     def _forward(self, method: str, data: BatchedDataDict) -> BatchedDataDict:
-        shards = [(shard,) for shard in data.shard_by_batch_size(self._ranks.num_ranks)]
-        return BatchedDataDict.from_batches(self._ranks.run(method, timeout_s=_STEP_TIMEOUT_S, per_rank=shards))
+        shards = [(shard,) for shard in data.shard_by_batch_size(self.workers.num_ranks)]
+        return BatchedDataDict.from_batches(self.workers.run(method, timeout_s=_STEP_TIMEOUT_S, per_rank=shards))
 
 
 def trainer_environment(device: str, num_ranks: int) -> dict[str, str]:
