@@ -11,7 +11,9 @@ def main() -> None:
     # torch, ray and sglang are imported for a valid config only.
     from nemo_rl.run import run_grpo
     from nemo_rl.setup import prepare_inputs
+    from nemo_rl.utils.log import configure_logging
 
+    configure_logging()
     try:
         inputs = prepare_inputs(config)
     except ValueError as error:

@@ -9,7 +9,6 @@ from nemo_rl.algorithms.grpo import grpo_train
 from nemo_rl.config.loader import dump_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.setup import Inputs, start_participants
-from nemo_rl.utils.log import configure_logging
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.plot import plot_run
 from nemo_rl.utils.run_folder import make_run_folder
@@ -22,7 +21,6 @@ def run_grpo(config: MasterConfig, inputs: Inputs) -> None:
     """Train, export, draw. Everything that it starts ends with it."""
     # Without this SIGTERM would skip the clean-up.
     signal.signal(signal.SIGTERM, _exit)
-    configure_logging()
     seed_everything(config.grpo.seed)
     folder = make_run_folder(config.logger.log_dir)
     folder.config.write_text(dump_yaml(config), encoding="utf-8")

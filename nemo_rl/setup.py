@@ -118,6 +118,10 @@ def start_participants(
         colocated=config.policy.generation.colocated.enabled,
         refit_buffer_size_gb=config.policy.refit_buffer_size_gb,
     )
+    metrics.note(
+        f"starting {layout.num_engines} engine(s) of {layout.num_slots_per_engine} slot(s) and "
+        f"{layout.num_train_slots} trainer rank(s) on {device}; about a minute, logs in the run folder"
+    )
     with ExitStack() as stack:
         start_ray(device=device, num_slots=layout.num_slots, num_nodes=layout.num_nodes)
         stack.callback(ray.shutdown)

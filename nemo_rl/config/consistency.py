@@ -58,5 +58,9 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
         )
     if validates and data.num_validation == 0:
         yield refusal("data.num_validation", 0, f"validation needs at least 1; {off}")
-    if isinstance(data, ArithmeticDataConfig) and data.min_terms > data.max_terms:
-        yield refusal("data.min_terms", data.min_terms, f"must be at most data.max_terms = {data.max_terms}")
+    if isinstance(data, ArithmeticDataConfig):
+        for unit, low, high in (("terms", data.min_terms, data.max_terms), ("digits", data.min_digits, data.max_digits)):
+            if low > high:
+                yield refusal(f"data.min_{unit}", low, f"must be at most data.max_{unit} = {high}")
+        if len(set(data.operators)) < len(data.operators):
+            yield refusal("data.operators", data.operators, "each may stand there once")

@@ -235,8 +235,12 @@ class ArithmeticDataConfig(Section):
     """Least number of terms."""
     max_terms: Annotated[int, Field(ge=2, le=3)] = 2
     """Greatest number of terms."""
-    max_operand: PositiveInt = 99
-    """Operands run from 0 to this."""
+    min_digits: Annotated[int, Field(ge=1, le=6)] = 1
+    """Least number of digits of an operand."""
+    max_digits: Annotated[int, Field(ge=1, le=6)] = 2
+    """Greatest number of digits of an operand."""
+    allow_negative: bool = False
+    """Keep problems whose result is below 0."""
     operators: Annotated[list[Literal["+", "-", "*"]], Field(min_length=1)] = ["+", "-"]
     """What joins the terms."""
     seed: int = 42

@@ -75,7 +75,9 @@ def _write_smollm2(folder: Path) -> None:
     """Turn the GGUF file of the package into a plain bf16 model with its own tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     source = _find_gguf()
     quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # A model read from GGUF remembers it: what it saves asks for GGUF again. Hence a second, plain model.

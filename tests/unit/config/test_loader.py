@@ -94,13 +94,15 @@ def test_more_slots_than_there_are(overrides: list[str], key: str, says: str) ->
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["policy.train_global_batch_size=48"], "policy.train_global_batch_size: got 48; must divide"),
-        (["policy.train_micro_batch_size=5"], "policy.train_micro_batch_size: got 5; must divide 32"),
+        (["policy.train_global_batch_size=96"], "policy.train_global_batch_size: got 96; must divide"),
+        (["policy.train_micro_batch_size=5"], "policy.train_micro_batch_size: got 5; must divide 64"),
         (["policy.train_global_batch_size=1"], "policy.train_global_batch_size: got 1; must be a multiple of the 2"),
         (["policy.generation.max_new_tokens=4096"], "policy.generation.max_new_tokens: got 4096; must be below"),
-        (["data.num_train=7"], "data.num_train: got 7; must be at least grpo.num_prompts_per_step = 8"),
+        (["data.num_train=7"], "data.num_train: got 7; must be at least grpo.num_prompts_per_step = 16"),
         (["data.num_validation=0"], "data.num_validation: got 0; validation needs at least 1"),
         (["data.min_terms=3"], "data.min_terms: got 3; must be at most data.max_terms = 2"),
+        (["data.min_digits=3"], "data.min_digits: got 3; must be at most data.max_digits = 2"),
+        (["data.operators=[+,+]"], "data.operators: got ['+', '+']; each may stand there once"),
         (["data.prompt=hello"], "data.prompt: got 'hello'; must contain {problem}"),
         (
             ["data.dataset_name=ResponseDataset", "data.train_data_path=x.jsonl"],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.schema import ArithmeticDataConfig
-from nemo_rl.data.arithmetic import evaluate
+from nemo_rl.data.arithmetic import evaluate, is_held_out
 from nemo_rl.data.datasets import load_problems
 
 
@@ -29,19 +29,40 @@ def test_evaluate(operands: list[int], operators: list[str], result: int) -> Non
 
 
 def test_problems_are_what_was_asked_for() -> None:
-    config = make_config(num_train=300, num_validation=100, max_terms=3, max_operand=20, operators=["+", "-", "*"])
+    config = make_config(num_train=900, num_validation=100, max_terms=3, operators=["+", "-", "*"])
     split = load_problems(config)
-    assert (len(split.train), len(split.validation)) == (300, 100)
-    problems = [*split.train, *split.validation]
-    assert len({problem.prompt for problem in problems}) == 400
-    num_terms = Counter(len(problem.prompt.split()) // 2 + 1 for problem in problems)
-    assert num_terms == {2: 200, 3: 200}
-    for problem in problems:
+    assert (len(split.train), len(split.validation)) == (900, 100)
+    num_terms, num_digits = Counter[int](), Counter[int]()
+    for problem in [*split.train, *split.validation]:
         parts = problem.prompt.split()
-        operands = [int(part) for part in parts[::2]]
-        assert all(1 <= operand <= 20 for operand in operands)
+        num_terms[len(parts) // 2 + 1] += 1
+        num_digits.update(map(len, parts[::2]))
+        assert all(1 <= int(operand) <= 99 for operand in parts[::2])
         assert set(parts[1::2]) <= {"+", "-", "*"}
-        assert problem.reference == str(eval(problem.prompt))  # the text is made of digits and operators only
+        result = eval(problem.prompt)  # the text is made of digits and operators only
+        assert problem.reference == str(result)
+        assert result >= 0
+    assert num_terms[2] + num_terms[3] == 1000
+    assert 400 < num_terms[2] < 650
+    assert 0.4 < num_digits[1] / num_digits.total() < 0.6
+
+
+def test_validation_is_held_out_and_distinct_whatever_the_seed() -> None:
+    trained, validated = set(), set()
+    for seed in range(5):
+        split = load_problems(make_config(num_train=2000, num_validation=200, seed=seed))
+        texts = [problem.prompt for problem in split.validation]
+        assert len(set(texts)) == 200
+        validated |= set(texts)
+        trained |= {problem.prompt for problem in split.train}
+    assert not trained & validated
+    assert all(is_held_out(text) for text in validated)
+
+
+def test_negative_results_are_kept_when_asked_for() -> None:
+    problems = load_problems(make_config(num_train=500, allow_negative=True, operators=["-"])).train
+    below = sum(problem.reference.startswith("-") for problem in problems)
+    assert 150 < below < 350
 
 
 def test_same_seed_same_problems() -> None:
@@ -50,27 +71,10 @@ def test_same_seed_same_problems() -> None:
     assert load_problems(make_config(num_train=50, num_validation=10, seed=43)) != first
 
 
-def test_the_whole_space_can_be_used_and_no_more() -> None:
-    # 3 * 3 * 2 problems of two terms and 3 * 3 * 3 * 4 of three
-    split = load_problems(make_config(num_train=100, num_validation=26, max_terms=3, max_operand=3))
-    assert len({problem.prompt for problem in [*split.train, *split.validation]}) == 126
-    with pytest.raises(
-        ValueError, match=r"100 \+ 27 = 127, but only 126 distinct problems exist; raise data.max_operand"
-    ):
-        load_problems(make_config(num_train=100, num_validation=27, max_terms=3, max_operand=3))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"min_terms": 3, "max_terms": 2}, "data.min_terms: got 3, above data.max_terms: 2"),
-        ({"operators": ["+", "+"]}, "data.operators"),
-        ({"prompt": "how much?"}, r"data.prompt: got 'how much\?'; it must contain {problem}"),
-    ],
-)
-def test_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_problems(make_config(num_train=10, num_validation=2, **settings))
+def test_too_few_problems_for_the_validation_are_refused_with_both_numbers() -> None:
+    # 81 sums of two digits, about a third of them held out
+    with pytest.raises(ValueError, match=r"data.num_validation: got 81; only \d\d distinct held-out problems exist"):
+        load_problems(make_config(num_train=10, num_validation=81, max_digits=1, operators=["+"]))
 
 
 def test_prompt_keeps_other_braces() -> None:
