@@ -3,9 +3,10 @@
 import logging
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
-from nemo_rl.algorithms.grpo import grpo_train
+from nemo_rl.algorithms.grpo import count_steps, grpo_train
 from nemo_rl.config.loader import dump_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.setup import Inputs, start_participants
@@ -25,16 +26,17 @@ def run_grpo(config: MasterConfig, inputs: Inputs) -> None:
     folder = make_run_folder(config.logger.log_dir)
     folder.config.write_text(dump_yaml(config), encoding="utf-8")
     with MetricsLogger(
-        folder.path, num_steps=config.grpo.max_num_steps, tensorboard=config.logger.tensorboard_enabled
+        folder.path, num_steps=count_steps(config, inputs.train_prompts), tensorboard=config.logger.tensorboard_enabled
     ) as metrics:
         metrics.note(f"run folder: {folder.path}")
         with start_participants(config, inputs, folder, metrics) as participants:
             grpo_train(config, participants)
+            metrics.note(f"picture: {plot_run(folder.path)}")
             if config.checkpointing.enabled:
-                target = config.checkpointing.checkpoint_dir or str(folder.exported_model)
-                participants.policy.export_hf(target)
+                chosen = config.checkpointing.checkpoint_dir
+                target = Path(chosen).expanduser().absolute() if chosen else folder.exported_model
+                participants.policy.export_hf(str(target))
                 metrics.note(f"trained model: {target}")
-        metrics.note(f"picture: {plot_run(folder.path)}")
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

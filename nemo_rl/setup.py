@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from nemo_rl.algorithms.grpo import Participants
 from nemo_rl.algorithms.loss import ClippedPGLoss
 from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data.chat import ChatEncoder, encode_problems, load_tokenizer
+from nemo_rl.data.chat import ChatEncoder, EncodedPrompt, encode_problems, load_tokenizer
 from nemo_rl.data.datasets import load_problems
 from nemo_rl.data.loader import PromptLoader, collate_prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -25,11 +25,11 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.environments.factory import make_environment
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
-from nemo_rl.models.model_source import resolve_model
+from nemo_rl.models.model_source import check_model, resolve_model
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from nemo_rl.utils.metrics import MetricsLogger
-from nemo_rl.utils.run_folder import RunFolder
+from nemo_rl.utils.run_folder import RunFolder, check_writable
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,21 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
     model_folder = resolve_model(config.policy.model_name)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
+    vocab_size = check_model(model_folder)
     encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
     pad_token_id = int(tokenizer.pad_token_id)
     train, validation = (
         encode_problems(part, encoder, config.policy.max_total_sequence_length)
         for part in (problems.train, problems.validation)
     )
+    _check_token_ids(config, vocab_size, [*train, *validation])
+    if _validates(config) and not validation:
+        raise ValueError(
+            "data: no validation problem is left; set grpo.val_period=0 val_at_start=false val_at_end=false"
+        )
+    check_writable("logger.log_dir", config.logger.log_dir)
+    if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
+        check_writable("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir)
     return Inputs(
         layout=layout,
         device=device,
@@ -83,6 +92,23 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
         validation_prompts=collate_prompts(validation, pad_token_id) if validation else None,
         environment=environment,
     )
+
+
+def _validates(config: MasterConfig) -> bool:
+    return config.grpo.val_period > 0 or config.grpo.val_at_start or config.grpo.val_at_end
+
+
+def _check_token_ids(config: MasterConfig, vocab_size: int, prompts: Sequence[EncodedPrompt]) -> None:
+    """An id that the model does not have would end the engine."""
+    highest = max((max(prompt.token_ids) for prompt in prompts), default=0)
+    if highest >= vocab_size:
+        name = config.policy.tokenizer.name or config.policy.model_name
+        raise ValueError(
+            f"policy.tokenizer.name: {name!r} gives token id {highest}; the model has {vocab_size}, 0 to {vocab_size - 1}"
+        )
+    for token_id in config.policy.generation.stop_token_ids or ():
+        if token_id >= vocab_size:
+            raise ValueError(f"policy.generation.stop_token_ids: got {token_id}; allowed: 0 to {vocab_size - 1}")
 
 
 def _resolve_device(asked: str) -> str:

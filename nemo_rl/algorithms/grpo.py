@@ -55,12 +55,20 @@ def train_step(config: MasterConfig, run: Participants, timer: Timer) -> dict[st
     prompts = run.train_prompts.next_batch().repeat_interleave(config.grpo.num_generations_per_prompt)
     with timer.span("generate"):
         rollout = run_rollout(prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer)
+    check_versions(rollout, run.synchronizer.version)
     with timer.span("train"):
         batch = prepare_batch(config, run.policy, rollout)
         result = run.policy.train(batch, run.loss_fn)
         run.synchronizer.mark_stale()
     run.synchronizer.sync_weights(timer=timer)
     return collect_metrics(rollout, batch, result, timer.take()) | run.synchronizer.metrics()
+
+
+def check_versions(rollout: Rollout, version: int) -> None:
+    """Raises AssertionError when a sample is not of the weights that the last refit sent."""
+    other = sorted({reported for reported in rollout.weight_versions if reported != str(version)})
+    if other:
+        raise AssertionError(f"samples of weight version {', '.join(other)}; the last refit was version {version}")
 
 
 def prepare_batch(config: MasterConfig, policy: PolicyInterface, rollout: Rollout) -> BatchedDataDict:

@@ -6,22 +6,45 @@ from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, ResponseDataConfig
 
+_SERVER = "policy.generation.sglang_cfg.sglang_server_config"
+
+RESERVED_ARGS = (
+    "--model-path", "--tokenizer-path", "--host", "--port", "--nccl-port", "--dtype", "--tp-size", "--tp",
+    "--tensor-parallel-size", "--random-seed", "--device", "--quantization", "--kv-cache-dtype", "--weight-version",
+    "--pp-size", "--pipeline-parallel-size", "--config",
+)  # fmt: skip
+"""Arguments of the server that repeat or contradict what the program sets."""
+RESERVED_PREFIX = "--speculative"
+"""A draft model would keep its old weights."""
+
 
 def check_consistency(config: MasterConfig) -> None:
     """Raises ConfigError with one line per contradiction."""
-    lines = [*_batch_lines(config), *_length_lines(config), *_data_lines(config)]
+    lines = [*_slot_lines(config), *_length_lines(config), *_server_lines(config), *_data_lines(config)]
     if lines:
         raise ConfigError(lines)
 
 
-def _batch_lines(config: MasterConfig) -> Iterator[str]:
-    grpo, policy = config.grpo, config.policy
-    ranks = make_layout(config).num_train_slots
+def _slot_lines(config: MasterConfig) -> Iterator[str]:
+    yield from _step_lines(config)
+    try:
+        layout = make_layout(config)
+    except ConfigError as error:
+        yield from error.lines
+    else:
+        yield from _rank_lines(config, layout.num_train_slots)
+
+
+def _step_lines(config: MasterConfig) -> Iterator[str]:
+    grpo, size = config.grpo, config.policy.train_global_batch_size
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    size = policy.train_global_batch_size
     if samples % size:
         step = "grpo.num_prompts_per_step x grpo.num_generations_per_prompt"
         yield refusal("policy.train_global_batch_size", size, f"must divide {step} = {samples}")
+
+
+def _rank_lines(config: MasterConfig, ranks: int) -> Iterator[str]:
+    policy, size = config.policy, config.policy.train_global_batch_size
     if size % ranks:
         yield refusal("policy.train_global_batch_size", size, f"must be a multiple of the {ranks} trainer ranks")
     elif (size // ranks) % policy.train_micro_batch_size:
@@ -38,6 +61,27 @@ def _length_lines(config: MasterConfig) -> Iterator[str]:
         yield refusal(
             "policy.generation.max_new_tokens", new, f"must be below policy.max_total_sequence_length = {limit}"
         )
+
+
+def _server_lines(config: MasterConfig) -> Iterator[str]:
+    server = config.policy.generation.sglang_cfg.sglang_server_config
+    if server.weight_update_backend == "nccl" and config.cluster.device == "cpu":
+        key = f"{_SERVER}.weight_update_backend"
+        yield refusal(key, "nccl", f"needs CUDA, and cluster.device is cpu; set {key}=gloo or null")
+    for argument in server.extra_args:
+        if is_reserved(argument):
+            yield refusal(f"{_SERVER}.extra_args", argument, "not allowed: the program sets it from other keys")
+
+
+def is_reserved(argument: str) -> bool:
+    """Whether `--x` or `--x=value` is the server's argument of something that the program sets or rules out.
+
+    The server also understands abbreviations, so `--tokenizer` counts as `--tokenizer-path`.
+    """
+    name = argument.partition("=")[0]
+    if not name.startswith("--") or name == "--":
+        return False
+    return name.startswith(RESERVED_PREFIX) or any(reserved.startswith(name) for reserved in RESERVED_ARGS)
 
 
 def _data_lines(config: MasterConfig) -> Iterator[str]:
@@ -59,7 +103,10 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
     if validates and data.num_validation == 0:
         yield refusal("data.num_validation", 0, f"validation needs at least 1; {off}")
     if isinstance(data, ArithmeticDataConfig):
-        for unit, low, high in (("terms", data.min_terms, data.max_terms), ("digits", data.min_digits, data.max_digits)):
+        for unit, low, high in (
+            ("terms", data.min_terms, data.max_terms),
+            ("digits", data.min_digits, data.max_digits),
+        ):
             if low > high:
                 yield refusal(f"data.min_{unit}", low, f"must be at most data.max_{unit} = {high}")
         if len(set(data.operators)) < len(data.operators):

@@ -25,6 +25,12 @@ def refusal(key: str, value: Any, allowed: str) -> str:
     return f"{key}: got {shown if len(shown) <= 80 else shown[:77] + '...'}; {allowed}"
 
 
+def first_line(error: Exception) -> str:
+    """The reason alone; hydra and omegaconf put their own context into further lines."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Names the closest of `known`, or all of them."""
     names = sorted(known)

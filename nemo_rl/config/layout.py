@@ -30,6 +30,10 @@ def make_layout(config: MasterConfig) -> Layout:
     resources = config.policy.generation.colocated.resources
     server = config.policy.generation.sglang_cfg.sglang_server_config
     total = cluster.num_nodes * cluster.gpus_per_node
+    inference_nodes = resources.num_nodes or 1
+    if inference_nodes > cluster.num_nodes:
+        allowed = f"at most cluster.num_nodes = {cluster.num_nodes}"
+        raise ConfigError([refusal(f"{_RESOURCES}.num_nodes", inference_nodes, allowed)])
     if resources.gpus_per_node is None:
         raise ConfigError(
             [
@@ -40,7 +44,6 @@ def make_layout(config: MasterConfig) -> Layout:
                 )
             ]
         )
-    inference_nodes = resources.num_nodes or 1
     inference = inference_nodes * resources.gpus_per_node
     if cluster.num_nodes > 1 and resources.gpus_per_node != cluster.gpus_per_node:
         allowed = f"on several nodes the engines take whole nodes: {cluster.gpus_per_node}, as {_CLUSTER}"

@@ -24,7 +24,13 @@ This page is made from the schema: `python -m nemo_rl.config.reference > docs/co
 
 Schema = dict[str, Any]
 
-_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+_BOUNDS = (
+    ("minimum", ">="),
+    ("exclusiveMinimum", ">"),
+    ("maximum", "<="),
+    ("exclusiveMaximum", "<"),
+    ("minLength", "of length >="),
+)
 
 
 def configuration_markdown() -> str:
@@ -62,7 +68,7 @@ def _allowed(field: Schema) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field["type"] == "array":
         return f"list of {_allowed(field['items'])}"
-    bounds = [f"{symbol} {field[name]:g}" for name, symbol in _BOUNDS if name in field]
+    bounds = [f"{symbol} {field[name]:.15g}" for name, symbol in _BOUNDS if name in field]
     return " ".join([field["type"], *bounds])
 
 

@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+TimeoutS = Annotated[float, Field(ge=1.0, le=604_800.0)]
+"""A second to a week."""
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -45,10 +49,10 @@ class LinearLRKwargs(Section):
 
 
 class SchedulerConfig(Section):
-    """Warm-up of the learning rate."""
+    """The learning rate over the first steps: warm-up, or decay."""
 
     name: Literal["torch.optim.lr_scheduler.LinearLR"] = "torch.optim.lr_scheduler.LinearLR"
-    """Linear warm-up."""
+    """Linear in the optimizer steps."""
     kwargs: LinearLRKwargs = LinearLRKwargs()
 
 
@@ -109,20 +113,20 @@ class SGLangServerConfig(Section):
     """Pipeline-parallel size of an engine."""
     sglang_server_concurrency: PositiveInt = 64
     """Requests in flight per engine."""
-    startup_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    startup_timeout_s: TimeoutS = 600.0
     """Until a server must answer."""
-    request_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    request_timeout_s: TimeoutS = 600.0
     """One generation request."""
-    refit_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    refit_timeout_s: TimeoutS = 1800.0
     """One whole refit, shared by every wait in it."""
     needs_offload: bool = False
     """Of colocated engines; not supported."""
     cpu_weight_backup: bool = False
     """Of colocated engines; not supported."""
-    random_seed: int = 42
+    random_seed: Annotated[int, Field(ge=0, le=2**31 - 1 - 1024)] = 42
     """Of the engines' samplers; engine i adds i."""
     extra_args: list[str] = []
-    """Passed to `sglang.launch_server` as they are, after ours."""
+    """Passed to `sglang.launch_server` as they are, after ours; none of what other keys set."""
 
 
 class SGLangQuantizationConfig(Section):
@@ -140,22 +144,22 @@ class GenerationConfig(Section):
     """Generation backend."""
     max_new_tokens: PositiveInt
     """Of one response."""
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
     """Of sampling and of the log-probs that are trained on; validation is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling; 1 only."""
     top_k: PositiveInt | None = None
     """Sampling among the k likeliest; null only."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """Tokens that end a response, beside the tokenizer's eos."""
-    stop_strings: list[str] | None = None
+    stop_strings: list[NonEmptyStr] | None = None
     """Texts that end a response."""
     colocated: ColocatedConfig = ColocatedConfig()
     sglang_cfg: SGLangConfig = SGLangConfig()
 
 
 class PolicyConfig(Section):
-    model_name: str
+    model_name: NonEmptyStr
     """Hub id, local folder, `smollm2-135m-instruct` (from its package) or `tiny-random-qwen3`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
@@ -172,10 +176,10 @@ class PolicyConfig(Section):
     """Gradients are clipped to this norm over all ranks; null: not clipped."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
-    """Warm-up; null: none."""
+    """Warm-up or decay of the learning rate; null: constant."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
-    refit_buffer_size_gb: Annotated[float, Field(gt=0.0)] | None = None
+    refit_buffer_size_gb: Annotated[float, Field(gt=0.0, le=1024.0)] | None = None
     """Bucket size of the refit; null: computed once on the driver from free memory."""
     generation: GenerationConfig
 
@@ -201,7 +205,7 @@ class GRPOConfig(Section):
     """Divide the advantage by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
     """Compare a sample with the mean of its group's others; false: with the mean of all."""
-    seed: int = 42
+    seed: Seed = 42
     """Of the order of prompts and of the trainer."""
 
 
@@ -239,11 +243,13 @@ class ArithmeticDataConfig(Section):
     """Least number of digits of an operand."""
     max_digits: Annotated[int, Field(ge=1, le=6)] = 2
     """Greatest number of digits of an operand."""
-    allow_negative: bool = False
-    """Keep problems whose result is below 0."""
+    larger_first: bool = True
+    """Operands in falling order."""
+    min_result: int | None = 0
+    """Keep problems whose result is at least this; null: all."""
     operators: Annotated[list[Literal["+", "-", "*"]], Field(min_length=1)] = ["+", "-"]
     """What joins the terms."""
-    seed: int = 42
+    seed: Seed = 42
     """Of the problems."""
     shuffle: bool = True
     """A new order of the training prompts in each epoch."""
@@ -262,7 +268,7 @@ class ReasoningGymDataConfig(Section):
     """Training problems."""
     num_validation: Annotated[int, Field(ge=0)] = 200
     """Validation problems."""
-    seed: int = 42
+    seed: Seed = 42
     """Of the problems."""
     shuffle: bool = True
     """A new order of the training prompts in each epoch."""
@@ -281,8 +287,6 @@ class ResponseDataConfig(Section):
     """Key of the prompt."""
     output_key: str = "output"
     """Key of the reference answer."""
-    seed: int = 42
-    """Of the problems."""
     shuffle: bool = True
     """A new order of the training prompts in each epoch."""
     prompt: str = "{problem}"
@@ -304,7 +308,7 @@ class EnvConfig(Section):
 
 
 class LoggerConfig(Section):
-    log_dir: str = "logs/grpo"
+    log_dir: NonEmptyStr = "logs/grpo"
     """A new numbered folder `exp_NNN` is made in it for each run."""
     tensorboard_enabled: bool = True
     """Write `tensorboard/` into the run folder."""
@@ -322,9 +326,9 @@ class CheckpointingConfig(Section):
 class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda where there is one. On cpu a slot stands for a GPU in every count."""
-    num_nodes: PositiveInt = 1
+    num_nodes: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Nodes of the Ray cluster."""
-    gpus_per_node: PositiveInt
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)]
     """Slots of one node, for trainer ranks and engines together."""
 
 

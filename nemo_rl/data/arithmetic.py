@@ -25,7 +25,7 @@ def load_arithmetic(config: ArithmeticDataConfig) -> DatasetSplit:
     train: list[tuple[str, int]] = []
     for _ in range(_MAX_DRAWS_PER_PROBLEM * (config.num_train + config.num_validation)):
         text, result = _draw(config, rng)
-        if result < 0 and not config.allow_negative:
+        if config.min_result is not None and result < config.min_result:
             continue
         if not is_held_out(text):
             train.append((text, result))
@@ -35,8 +35,9 @@ def load_arithmetic(config: ArithmeticDataConfig) -> DatasetSplit:
             break
     else:
         raise ValueError(
-            f"data.num_validation: got {config.num_validation}; only {len(validation)} distinct held-out problems exist; "
-            "raise data.max_digits or data.max_terms, or ask for fewer"
+            f"data.num_validation: got {config.num_validation}; only {len(validation)} distinct held-out problems were "
+            f"found beside {len(train)} to train on; raise data.max_digits or data.max_terms, lower data.min_result, or "
+            "ask for fewer"
         )
     return DatasetSplit(
         train=[_problem(config, *item) for item in train[: config.num_train]],
@@ -65,6 +66,8 @@ def _draw(config: ArithmeticDataConfig, rng: random.Random) -> tuple[str, int]:
         _draw_operand(rng.randint(config.min_digits, config.max_digits), rng)
         for _ in range(rng.randint(config.min_terms, config.max_terms))
     ]
+    if config.larger_first:
+        operands.sort(reverse=True)
     operators = [rng.choice(config.operators) for _ in operands[1:]]
     text = str(operands[0]) + "".join(f" {o} {n}" for o, n in zip(operators, operands[1:], strict=True))
     return text, evaluate(operands, list(operators))

@@ -15,30 +15,40 @@ from nemo_rl.data.interfaces import Problem
 logger = logging.getLogger(__name__)
 
 _KEY = "policy.tokenizer.chat_template"
+_NAME_KEY = "policy.tokenizer.name"
+
+# What a template's own code can raise beside Jinja's errors.
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError,
+)  # fmt: skip
 
 
 def load_tokenizer(config: TokenizerConfig, model_folder: Path) -> PreTrainedTokenizerBase:
     """Load `config.name`, or the model's own; without a pad token, eos pads.
 
     Raises:
-        ValueError: no such tokenizer, or it has neither pad nor eos token; names the key.
+        ValueError: no such tokenizer, or it has no eos token; names the key.
     """
     source = config.name or str(model_folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"policy.tokenizer.name: cannot load a tokenizer from {source!r} ({reason})") from error
-    ensure_pad_token(tokenizer)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{_NAME_KEY}: got {source!r}; cannot load a tokenizer from it ({reason})") from error
+    ensure_special_tokens(tokenizer)
     return tokenizer
 
 
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let eos pad where there is no pad token. Safe: lengths and masks tell padding apart, never the token id."""
+def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let eos pad where there is no pad token. Safe: lengths and masks tell padding apart, never the token id.
+
+    Raises:
+        ValueError: there is no eos token; names the key.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{_NAME_KEY}: got {tokenizer.name_or_path!r}; needs a tokenizer with an eos token")
     if tokenizer.pad_token_id is not None:
         return
-    if tokenizer.eos_token_id is None:
-        raise ValueError("policy.tokenizer.name: the tokenizer has neither a pad nor an eos token")
     tokenizer.pad_token = tokenizer.eos_token
     logger.warning("the tokenizer has no pad token; its eos token %r pads", tokenizer.eos_token)
 
@@ -87,8 +97,9 @@ class ChatEncoder:
         probe = "a < b"
         try:
             text = self.render(probe)
-        except TemplateError as error:
-            raise ValueError(f"{_KEY}: the template cannot render a user message ({error})") from error
+        except _TEMPLATE_ERRORS as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{_KEY}: the template cannot render a user message ({reason})") from error
         if probe not in text:
             raise ValueError(f"{_KEY}: the template leaves out or changes the user's message; it gives {text!r}")
 
@@ -96,8 +107,14 @@ class ChatEncoder:
 def encode_problems(
     problems: Sequence[Problem], encoder: ChatEncoder, max_total_sequence_length: int
 ) -> list[EncodedPrompt]:
-    """Encode all; leave out, with a logged count, what leaves no room for a response or gives no token at all."""
+    """Encode all; leave out, with a logged count, what leaves no room for a response or gives no token at all.
+
+    Raises:
+        ValueError: no problem gives any token; names the key.
+    """
     encoded = [encoder.encode(problem) for problem in problems]
+    if encoded and not any(prompt.token_ids for prompt in encoded):
+        raise ValueError(f"{_NAME_KEY}: the tokenizer gives 0 tokens for each of {len(encoded)} prompts; needs another")
     kept = [prompt for prompt in encoded if 0 < len(prompt.token_ids) < max_total_sequence_length]
     if len(kept) < len(encoded):
         num_empty = sum(not prompt.token_ids for prompt in encoded)

@@ -1,7 +1,7 @@
 """Batches of prompts."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ class PromptLoader:
     """Endless batches of `batch_size` different prompts, epoch after epoch.
 
     What does not fill a batch at the end of an epoch is left out of that epoch. The order of an epoch depends on the
-    seed and the epoch's number alone, so two integers are the whole state.
+    seed and the epoch's number alone.
     """
 
     def __init__(
@@ -51,18 +51,6 @@ class PromptLoader:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._make_order()
         return collate_prompts([self._prompts[i] for i in indices], self._pad_token_id)
-
-    def state_dict(self) -> dict[str, int]:
-        """`epoch`: epochs completed; `position`: batches taken from the current one."""
-        return {"epoch": self._epoch, "position": self._position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken; raises ValueError for a state of another dataset or batch size."""
-        epoch, position = state["epoch"], state["position"]
-        if epoch < 0 or not 0 <= position < self.num_batches_per_epoch:
-            raise ValueError(f"loader state {dict(state)} does not fit {self.num_batches_per_epoch} batches per epoch")
-        self._epoch, self._position = epoch, position
-        self._order = self._make_order()
 
     def _make_order(self) -> list[int]:
         order = list(range(len(self._prompts)))

@@ -19,8 +19,8 @@ def load_response_dataset(config: ResponseDataConfig) -> DatasetSplit:
 
 def _read(config: ResponseDataConfig, path: str, key: str) -> list[Problem]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError, RuntimeError) as error:  # not text, a NUL in the path, `~` of nobody
         raise ValueError(f"{key}: cannot read {path!r}: {error}") from error
     return [
         _parse(config, line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()
@@ -30,8 +30,8 @@ def _read(config: ResponseDataConfig, path: str, key: str) -> list[Problem]:
 def _parse(config: ResponseDataConfig, line: str, place: str) -> Problem:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # ValueError also for an integer of too many digits
+        raise ValueError(f"{place}: not JSON that can be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: expected a JSON object, got {type(row).__name__}")
     for option, key in (("input_key", config.input_key), ("output_key", config.output_key)):
@@ -42,4 +42,14 @@ def _parse(config: ResponseDataConfig, line: str, place: str) -> Problem:
         raise ValueError(f"{place}: {config.input_key!r} must be a string, got {prompt!r}")
     if isinstance(reference, bool) or not isinstance(reference, str | int | float):
         raise ValueError(f"{place}: {config.output_key!r} must be a string or a number, got {reference!r}")
+    _refuse_surrogates(config.input_key, prompt, place)
+    _refuse_surrogates(config.output_key, str(reference), place)
     return Problem(prompt=config.prompt.replace("{problem}", prompt), reference=str(reference))
+
+
+def _refuse_surrogates(key: str, text: str, place: str) -> None:
+    """JSON can escape half a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: {key!r} holds half a character ({error.reason})") from error

@@ -14,6 +14,7 @@ from nemo_rl.config.errors import ConfigError, refusal
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 512 * 2**20
 """Batches of token ids and log-probs; weights never pass through it."""
 
@@ -22,13 +23,15 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
     """Join the cluster of `RAY_ADDRESS`, or start one on this machine.
 
     Raises:
-        ConfigError: fewer slots than asked.
+        ConfigError: fewer slots than asked, or no cluster at that address.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         _require(num_nodes, 1, "cluster.num_nodes", "nodes; set RAY_ADDRESS to a cluster that has more")
         if device == "cuda":
             _require(num_slots, _local_gpus(), "cluster.gpus_per_node", "GPUs")
+    if address is not None:
+        _check_address(address)
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address,
@@ -46,6 +49,17 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
         kind = "GPU" if device == "cuda" else "CPU"
         available = int(ray.cluster_resources().get(kind, 0))
         _require(num_slots, available, "cluster.gpus_per_node", f"{kind} slots in the Ray cluster")
+
+
+def _check_address(address: str) -> None:
+    """Ray itself would try a dead address for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        allowed = f"cannot be reached ({error}); allowed: auto, HOST:PORT of a running head node"
+        raise ConfigError([refusal("RAY_ADDRESS", address, allowed)]) from error
 
 
 def _require(asked: int, available: int, key: str, what: str) -> None:

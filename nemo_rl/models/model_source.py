@@ -39,10 +39,37 @@ def resolve_model(model_name: str, cache_dir: Path | None = None) -> Path:
     if folder.exists():
         if not (folder / "config.json").is_file():
             raise ValueError(f"{_KEY}: {model_name!r} holds no config.json; give a Hugging Face model folder")
-        return folder
+        return folder.resolve()
     if folder.is_absolute() or model_name.startswith((".", "~")):
         raise ValueError(f"{_KEY}: no folder {model_name!r}")
     return _download(model_name)
+
+
+def check_model(folder: Path) -> int:
+    """Look at config and weight files without loading them; returns the vocabulary size.
+
+    Raises:
+        ValueError: what cannot be loaded later, with the key.
+    """
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{_KEY}: cannot read {folder}/config.json ({' '.join(str(error).split())[:200]})") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{_KEY}: {folder} is quantised; a policy trains on a plain checkpoint")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{_KEY}: {folder} holds no *.safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                continue
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{_KEY}: {file} is damaged ({error})") from error
+    return int(config.get_text_config().vocab_size)
 
 
 def default_cache_dir() -> Path:

@@ -7,7 +7,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (every device). `seed` may be any integer; NumPy takes it modulo 2**32."""
+    """Seed Python, NumPy and torch (every device). `seed` is 0 to 2**32 - 1, NumPy's range."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)

@@ -18,6 +18,11 @@ class WeightSynchronizer(ABC):
     def is_stale(self) -> bool:
         """Whether the engines do not hold the policy's current weights."""
 
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Successful refits so far; what the engines' samples report."""
+
     @abstractmethod
     def mark_stale(self) -> None:
         """The policy has trained since the last refit."""

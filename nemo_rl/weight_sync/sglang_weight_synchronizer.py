@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_RATIO_VARIABLE = "NRL_REFIT_BUFFER_MEMORY_RATIO"
 _DEFAULT_MEMORY_RATIO = 0.3
+_CLOSE_TIMEOUT_S = 10.0
 _MAX_BUFFER_BYTES = 2 * 2**30
 """Larger buckets gain nothing and the engine allocates each one whole."""
 _MIN_BUFFER_BYTES = 2**20
@@ -36,6 +37,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._buffer_size_bytes = 0
         self._stale = True
         self._proven = False
+        self._connected = False
         self._version = 0
         self._last_stats = RefitStats()
         self._last_seconds = 0.0
@@ -46,7 +48,6 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
 
     @property
     def version(self) -> int:
-        """Successful refits so far."""
         return self._version
 
     def mark_stale(self) -> None:
@@ -63,7 +64,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         if kv_scales is not None:
             raise NotImplementedError("kv_scales: the KV cache is not quantised; pass None")
         self._stale = True
-        if self._generation.num_new_engines:
+        if self._generation.num_new_engines or not self._connected:
             self.init_communicator()
         start_s = time.perf_counter()
         with (timer or Timer()).span("refit"):
@@ -90,6 +91,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             engine_gpu_counts=self._generation.engine_gpu_counts,
         )
         self._generation.clear_updatable_num_new_engines()
+        self._connected = True
 
     def _transfer(self, deadline: Deadline) -> None:
         generation = self._generation
@@ -102,15 +104,24 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
                 buffer_size_bytes=self._buffer_size_bytes,
                 target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
             )
-        finally:
-            # A failed update leaves the session open, and an open one refuses the next.
-            generation.end_weight_update(deadline)
+        except Exception:
+            self._connected = False
+            self._close_failed_session()
+            raise
+        generation.end_weight_update(deadline)
         if before is not None:
             self._prove_unchanged(before, generation.weight_checksums(deadline))
         generation.set_weight_version(self._version + 1, deadline)
         self._version += 1
         generation.resume(deadline)
         self._last_stats = stats
+
+    def _close_failed_session(self) -> None:
+        """A failed update leaves the session open, and an open one refuses the next. The first error is the one told."""
+        try:
+            self._generation.end_weight_update(Deadline(_CLOSE_TIMEOUT_S))
+        except (RuntimeError, TimeoutError) as error:
+            logger.warning("the weight-update session of the failed refit is still open: %s", error)
 
     def _prove_unchanged(self, before: list[dict[str, str]], after: list[dict[str, str]]) -> None:
         """The first refit sends what the engines loaded from disk, so it must change no digest."""

@@ -196,7 +196,10 @@ def test_a_refused_bucket_fails_on_every_rank_and_the_next_refit_works(stack: Pa
     thread = threading.Thread(target=lambda: (generate_raw(stack, [5] * 8), blocked.set()), daemon=True)
     thread.start()
     assert not blocked.wait(2.0), "generation went on after a failed refit"
-    stack.synchronizer.init_communicator()
+    with pytest.raises(TransferError, match="there is no weight-update group"):
+        stack.policy.update_weights_to_sglang_distributed(
+            rollout_engines=stack.generation.rollout_engines, buffer_size_bytes=2**20, target_precision="fp32"
+        )
     stack.synchronizer.sync_weights()
     assert not stack.synchronizer.is_stale
     assert stack.synchronizer.metrics()["refit/weight_version"] == version + 1

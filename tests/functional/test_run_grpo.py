@@ -132,6 +132,8 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
         (["policy.model_name=/no/such/folder"], "policy.model_name"),
         (["policy.tokenizer.chat_template='{{ nothing }}'"], "policy.tokenizer.chat_template"),
         (["cluster.device=cuda"], "cluster.device: got 'cuda'"),
+        (["checkpointing.checkpoint_dir=/proc/model"], "checkpointing.checkpoint_dir: got '/proc/model'"),
+        (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (
             ["data.dataset_name=ResponseDataset", "data.train_data_path=/no/file", "data.val_data_path=/no/file"],
             "data.train_data_path",

@@ -137,7 +137,7 @@ def _in_thread(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> Future[D
     def run() -> None:
         try:
             future.set_result(_make_backend(spec, store, deadline))
-        except RuntimeError as error:  # torch's DistError among them
+        except Exception as error:  # noqa: BLE001 a future that is never set would be waited for until the deadline
             future.set_exception(error)
 
     Thread(target=run, name=f"rendezvous-{spec.name}", daemon=True).start()

@@ -144,7 +144,7 @@ def _read_on_rank0(folder: str, dtype: torch.dtype) -> PreTrainedModel | ValueEr
         return None
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 whatever it is, the other ranks wait for the outcome
         return ValueError(f"policy.model_name: cannot load {folder!r}: {error}")
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.config.consistency import RESERVED_ARGS
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import dump_yaml, load_config, read_yaml, validate
+from nemo_rl.config.loader import dump_yaml, load_config, read_yaml
+from nemo_rl.config.validation import validate
 
 ROOT = Path(__file__).parents[3]
 CPU_CONFIG = ROOT / "examples/configs/grpo_sglang_broadcast_cpu.yaml"
@@ -57,6 +59,19 @@ def test_every_shipped_config_is_valid_and_survives_a_round_trip(path: Path, tmp
         ("a=b=c", "override: got 'a=b=c'; needs Hydra's form key=value"),
         ("policy.precision=bfloat16,float32", "override: got 'policy.precision=bfloat16,float32'; one value per key"),
         ("~no.such", "override: got '~no.such'; no such key to delete"),
+        ("~policy.max_grad_norm.foo", "override: got '~policy.max_grad_norm.foo'; no such key to delete"),
+        ("policy=[]", "override: got 'policy=[]'; Cannot merge DictConfig with ListConfig"),
+        ("policy.model_name=???", "override: got 'policy.model_name=???'; ??? stands for no value; needs one"),
+        ("policy={model_name: ???}", "override: got 'policy={model_name: ???}'; ??? stands for no value; needs one"),
+        ("data=${policy}", "data.dataset_name: missing; every run must set it"),
+        ("policy@foo=1", "override: got 'policy@foo=1'; a package (@) has no meaning here"),
+        ("=5", "override: got '=5'; needs Hydra's form key=value"),
+        (
+            "logger.log_dir=é",
+            "override: got 'logger.log_dir=é'; needs Hydra's form key=value; other than ASCII needs quotes",
+        ),
+        ("policy.generation.top_p=abc", "policy.generation.top_p: got 'abc'; allowed: a valid number"),
+        ("policy.dtensor_cfg._v2=0", "policy.dtensor_cfg._v2: got 0; allowed: a valid boolean"),
     ],
 )
 def test_bad_key_or_value_is_named_in_one_line(override: str, line: str) -> None:
@@ -83,6 +98,7 @@ def test_bad_key_or_value_is_named_in_one_line(override: str, line: str) -> None
         ),
         ([f"{SERVER}.num_gpus=2"], f"{SERVER}.num_gpus", "asked 2, available 1"),
         (["cluster.num_nodes=2"], f"{RESOURCES}.gpus_per_node", "the engines take whole nodes: 3"),
+        ([f"{RESOURCES}.num_nodes=2"], f"{RESOURCES}.num_nodes", "at most cluster.num_nodes = 1"),
     ],
 )
 def test_more_slots_than_there_are(overrides: list[str], key: str, says: str) -> None:
@@ -94,7 +110,7 @@ def test_more_slots_than_there_are(overrides: list[str], key: str, says: str) ->
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["policy.train_global_batch_size=96"], "policy.train_global_batch_size: got 96; must divide"),
+        (["policy.train_global_batch_size=192"], "policy.train_global_batch_size: got 192; must divide"),
         (["policy.train_micro_batch_size=5"], "policy.train_micro_batch_size: got 5; must divide 64"),
         (["policy.train_global_batch_size=1"], "policy.train_global_batch_size: got 1; must be a multiple of the 2"),
         (["policy.generation.max_new_tokens=4096"], "policy.generation.max_new_tokens: got 4096; must be below"),
@@ -115,8 +131,62 @@ def test_contradictions_between_keys(overrides: list[str], line: str) -> None:
     assert got.startswith(line)
 
 
-def test_several_faults_are_told_at_once() -> None:
-    assert len(refused("policy.precision=x", "grpo.seed=y", "cluster.gpu=1")) == 3
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["policy.precision=x", "grpo.seed=y", "cluster.gpu=1"], ["policy.precision", "grpo.seed", "cluster.gpu"]),
+        (["policy.foo=1", "policy.generation.top_p=0.5"], ["policy.foo", "policy.generation.top_p"]),
+        (
+            ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.enforce_eager=true"],
+            ["policy.generation.vllm_cfg", "policy.generation.backend"],
+        ),
+        (
+            [f"{RESOURCES}.gpus_per_node=9", "data.prompt=x", "grpo.num_prompts_per_step=7"],
+            ["policy.train_global_batch_size", f"{RESOURCES}.gpus_per_node", "data.prompt"],
+        ),
+    ],
+)
+def test_several_faults_are_told_at_once(overrides: list[str], keys: list[str]) -> None:
+    assert [line.partition(": got ")[0] for line in refused(*overrides)] == keys
+
+
+@pytest.mark.parametrize(
+    ("key", "inside", "outside"),
+    [
+        ("policy.generation.stop_strings", ["['a']"], ["['']"]),
+        ("policy.generation.stop_token_ids", ["[0]"], ["[-1]"]),
+        ("policy.generation.temperature", ["0.01", "100.0"], ["0.009", "100.1"]),
+        (f"{SERVER}.startup_timeout_s", ["1.0", "604800.0"], ["0.9", "604801.0"]),
+        (f"{SERVER}.request_timeout_s", ["1.0", "604800.0"], ["0.9", "604801.0"]),
+        (f"{SERVER}.refit_timeout_s", ["1.0", "604800.0"], ["0.9", "604801.0"]),
+        (f"{SERVER}.random_seed", ["0", "2147482623"], ["-1", "2147482624"]),
+        ("grpo.seed", ["0", "4294967295"], ["-1", "4294967296"]),
+        ("data.seed", ["0", "4294967295"], ["-1", "4294967296"]),
+        ("cluster.gpus_per_node", ["1023"], ["1025"]),
+        ("cluster.num_nodes", [], ["65537"]),
+        ("policy.refit_buffer_size_gb", ["1024.0"], ["1025.0", "0.0"]),
+        ("logger.log_dir", ["x"], ["''"]),
+        ("policy.model_name", ["x"], ["''"]),
+    ],
+)
+def test_bounds(key: str, inside: list[str], outside: list[str]) -> None:
+    for value in inside:
+        validate(read_yaml(CPU_CONFIG, [f"{key}={value}"]))
+    for value in outside:
+        (line,) = refused(f"{key}={value}")
+        assert line.startswith((f"{key}: got ", f"{key}.0: got "))
+
+
+@pytest.mark.parametrize("argument", [*RESERVED_ARGS, "--tp=2", "--model", "--speculative-algorithm", "--port=1"])
+def test_an_engine_argument_that_the_program_sets_is_refused_by_name(argument: str) -> None:
+    (line,) = refused(f"{SERVER}.extra_args=['--mem-fraction-static=0.5','{argument}','x']")
+    assert line == f"{SERVER}.extra_args: got '{argument}'; not allowed: the program sets it from other keys"
+
+
+def test_nccl_on_cpu_is_refused_with_the_way_out() -> None:
+    (line,) = refused(f"{SERVER}.weight_update_backend=nccl")
+    assert line.endswith(f"set {SERVER}.weight_update_backend=gloo or null")
+    load_config(CPU_CONFIG, [f"{SERVER}.weight_update_backend=nccl", "cluster.device=auto"])
 
 
 def test_defaults_are_inherited_and_overridden(tmp_path: Path) -> None:
@@ -138,6 +208,23 @@ def test_a_file_that_inherits_from_itself_is_refused(tmp_path: Path) -> None:
     [
         ("a: [1", "not YAML"),
         ("- 1\n", "needs a mapping"),
+        ("3\n", "holds no mapping of sections"),
+        ("!!set {a}\n", "holds no mapping of sections"),
+        ("policy: !!set {a}\n", "Value 'set' is not a supported"),
+        ("policy: {null: 2}\n", "Incompatible key type 'NoneType'"),
+        ("null: 2\n", "Incompatible key type 'NoneType'"),
+        ('policy: {model_name: "${"}\n', "no viable alternative"),
+        ('data: "${policy}"\n', "Interpolation key 'policy' not found"),
+        ("a: ${a}\n", "Recursive interpolation"),
+        ("[" * 3000, "maximum recursion depth"),
+        ("a: &a [*a]\n", "maximum recursion depth"),
+        ("a: !!int x\n", "invalid literal"),
+        ("a: !!timestamp x\n", "not YAML of a config"),
+        ("a: " + "1" * 5000, "4300 digits"),
+        ("defaults: null\n", "defaults: got null; needs the name of a file"),
+        ("defaults: 5\n", "defaults: got 5; needs the name of a file"),
+        ("defaults: [{a: b}]\n", "needs the name of a file"),
+        (f"defaults: {CPU_CONFIG}\ndata: [x]\n", "Cannot merge DictConfig with ListConfig"),
         (None, "No such file"),
         (b"\xff\xfe\x00x", "not a text file"),
     ],
@@ -146,8 +233,23 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, text: str | bytes | None,
     path = tmp_path / "bad.yaml"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as caught:
         read_yaml(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_path_with_a_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--config: got .*embedded null"):
+        read_yaml(Path("a\0b"))
+
+
+def test_a_section_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("data: [x]\npolicy: {2: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "data: got ['x']; allowed: a valid dictionary or object to extract fields from" in caught.value.lines
+    assert "policy.2: got 2; allowed: Keys should be strings" in caught.value.lines
 
 
 def test_a_value_left_open_must_be_given(tmp_path: Path) -> None:
@@ -159,8 +261,11 @@ def test_a_value_left_open_must_be_given(tmp_path: Path) -> None:
         read_yaml(path, ["policy.model_name=m"])
 
 
-def test_another_kind_of_data_starts_the_section_anew() -> None:
-    raw = read_yaml(CPU_CONFIG, ["data.dataset_name=ResponseDataset", "data.train_data_path=t", "data.val_data_path=v"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_another_kind_of_data_starts_the_section_anew_wherever_it_stands(position: int) -> None:
+    overrides = ["data.train_data_path=t", "data.val_data_path=v"]
+    overrides.insert(position, "data.dataset_name=ResponseDataset")
+    raw = read_yaml(CPU_CONFIG, overrides)
     assert raw["data"] == {"dataset_name": "ResponseDataset", "train_data_path": "t", "val_data_path": "v"}
     assert validate(raw).data.input_key == "input"
 

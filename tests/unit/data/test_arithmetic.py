@@ -29,7 +29,7 @@ def test_evaluate(operands: list[int], operators: list[str], result: int) -> Non
 
 
 def test_problems_are_what_was_asked_for() -> None:
-    config = make_config(num_train=900, num_validation=100, max_terms=3, operators=["+", "-", "*"])
+    config = make_config(num_train=900, num_validation=100, max_terms=3, min_result=0, operators=["+", "-", "*"])
     split = load_problems(config)
     assert (len(split.train), len(split.validation)) == (900, 100)
     num_terms, num_digits = Counter[int](), Counter[int]()
@@ -42,6 +42,7 @@ def test_problems_are_what_was_asked_for() -> None:
         result = eval(problem.prompt)  # the text is made of digits and operators only
         assert problem.reference == str(result)
         assert result >= 0
+        assert [int(part) for part in parts[::2]] == sorted(map(int, parts[::2]), reverse=True)
     assert num_terms[2] + num_terms[3] == 1000
     assert 400 < num_terms[2] < 650
     assert 0.4 < num_digits[1] / num_digits.total() < 0.6
@@ -60,7 +61,7 @@ def test_validation_is_held_out_and_distinct_whatever_the_seed() -> None:
 
 
 def test_negative_results_are_kept_when_asked_for() -> None:
-    problems = load_problems(make_config(num_train=500, allow_negative=True, operators=["-"])).train
+    problems = load_problems(make_config(num_train=500, min_result=None, larger_first=False, operators=["-"])).train
     below = sum(problem.reference.startswith("-") for problem in problems)
     assert 150 < below < 350
 
@@ -73,7 +74,9 @@ def test_same_seed_same_problems() -> None:
 
 def test_too_few_problems_for_the_validation_are_refused_with_both_numbers() -> None:
     # 81 sums of two digits, about a third of them held out
-    with pytest.raises(ValueError, match=r"data.num_validation: got 81; only \d\d distinct held-out problems exist"):
+    with pytest.raises(
+        ValueError, match=r"data.num_validation: got 81; only \d\d distinct held-out problems were found"
+    ):
         load_problems(make_config(num_train=10, num_validation=81, max_digits=1, operators=["+"]))
 
 

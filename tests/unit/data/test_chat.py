@@ -2,10 +2,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.config.schema import TokenizerConfig
-from nemo_rl.data.chat import ChatEncoder, encode_problems, ensure_pad_token, load_tokenizer
+from nemo_rl.data.chat import ChatEncoder, encode_problems, ensure_special_tokens, load_tokenizer
 from nemo_rl.data.interfaces import Problem
 from nemo_rl.models.tiny_model import make_character_tokenizer
 
@@ -45,7 +47,13 @@ def test_missing_template_is_refused_but_raw_text_is_not(tokenizer: PreTrainedTo
     assert ChatEncoder(tokenizer, None).render("x") == "x"
 
 
-@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ raise_exception('no') }}", "{{ unknown.thing }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}", "{{ raise_exception('no') }}", "{{ unknown.thing }}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}",
+        "{{ 'x'.encode('no such') }}", "{{ range(1, 2, 0) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)  # fmt: skip
 def test_broken_template_is_refused(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     with pytest.raises(ValueError, match="policy.tokenizer.chat_template: the template cannot render a user message"):
         ChatEncoder(tokenizer, template)
@@ -73,18 +81,19 @@ def test_pad_falls_back_to_eos_with_one_note(
 ) -> None:
     tokenizer.pad_token = None
     with caplog.at_level(logging.WARNING):
-        ensure_pad_token(tokenizer)
-        ensure_pad_token(tokenizer)
+        ensure_special_tokens(tokenizer)
+        ensure_special_tokens(tokenizer)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
     assert [record.getMessage() for record in caplog.records] == [
         "the tokenizer has no pad token; its eos token '<eos>' pads"
     ]
 
 
-def test_neither_pad_nor_eos_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.pad_token = tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="policy.tokenizer.name: the tokenizer has neither"):
-        ensure_pad_token(tokenizer)
+@pytest.mark.parametrize("pad", [None, "<pad>"])
+def test_without_eos_it_is_refused(tokenizer: PreTrainedTokenizerFast, pad: str | None) -> None:
+    tokenizer.pad_token, tokenizer.eos_token = pad, None
+    with pytest.raises(ValueError, match="policy.tokenizer.name: got .* needs a tokenizer with an eos token"):
+        ensure_special_tokens(tokenizer)
 
 
 def test_load_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -93,5 +102,31 @@ def test_load_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> N
     assert loaded("1 < 2\n")["input_ids"] == tokenizer("1 < 2\n")["input_ids"]
     named = load_tokenizer(TokenizerConfig(name=str(tmp_path / "model")), tmp_path)
     assert named.get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(ValueError, match="policy.tokenizer.name: cannot load a tokenizer from"):
-        load_tokenizer(TokenizerConfig(name=str(tmp_path / "none")), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer.json": "{"},
+        {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
+        {"tokenizer.json": "[]", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
+        {"tokenizer_config.json": "[]"},
+        {"config.json": '{"model_type": "qwen3"}', "tokenizer_config.json": '{"tokenizer_class": 3}'},
+    ],
+    ids=["nothing", "half", "empty", "list", "list config", "class of a wrong type"],
+)
+def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="policy.tokenizer.name: got ") as caught:
+        load_tokenizer(TokenizerConfig(name=str(tmp_path)), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_gives_no_token_at_all_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), eos_token="</s>")
+    problems = [Problem("1 + 2", "3"), Problem("3 + 4", "7")]
+    with pytest.raises(ValueError, match="policy.tokenizer.name: the tokenizer gives 0 tokens for each of 2 prompts"):
+        encode_problems(problems, ChatEncoder(empty, None), max_total_sequence_length=8)
+    assert encode_problems([], ChatEncoder(tokenizer, None), max_total_sequence_length=8) == []

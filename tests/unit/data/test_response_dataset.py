@@ -43,6 +43,10 @@ def test_no_validation_file_no_validation(tmp_path: Path) -> None:
         ('{"input": "x"}', r"line 2: no key 'output' \(data.output_key\); the line has \['input'\]"),
         ('{"output": "x"}', r"line 2: no key 'input' \(data.input_key\)"),
         ('{"input": "x", ', "line 2: not JSON"),
+        ("[" * 100_000, "line 2: not JSON that can be read .*recursion"),
+        ('{"input": "x", "output": ' + "1" * 5000 + "}", "line 2: not JSON that can be read .*4300 digits"),
+        ('{"input": "\\ud800", "output": "x"}', "line 2: 'input' holds half a character"),
+        ('{"input": "x", "output": "\\ud800"}', "line 2: 'output' holds half a character"),
         ('["x"]', "line 2: expected a JSON object, got list"),
         ('{"input": 3, "output": "x"}', "line 2: 'input' must be a string, got 3"),
         ('{"input": "x", "output": null}', "line 2: 'output' must be a string or a number, got None"),
@@ -53,6 +57,18 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line: str, message: str) 
     train = write(tmp_path / "train.jsonl", '{"input": "x", "output": "1"}', line)
     with pytest.raises(ValueError, match=f"train.jsonl, {message}"):
         load_problems(make_config(train))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text('{"input": "x", "output": "1"}', encoding="utf-8-sig")
+    assert load_problems(make_config(str(train))).train == [Problem("x", "1")]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "~no-such-user/x"])
+def test_a_path_that_cannot_be_names_the_key(path: str) -> None:
+    with pytest.raises(ValueError, match="data.train_data_path: cannot read"):
+        load_problems(make_config(path))
 
 
 def test_missing_file_names_the_key(tmp_path: Path) -> None:

@@ -103,8 +103,3 @@ def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGrou
 def test_more_slots_than_the_cluster_has(cluster: RayVirtualCluster) -> None:
     with pytest.raises(TimeoutError, match="too many: asked 2 x 64 CPU, free"):
         RayVirtualCluster(name="too many", num_bundles=2, slots_per_bundle=64, device="cpu", timeout_s=1.0)
-
-
-def test_several_nodes_need_a_cluster() -> None:
-    with pytest.raises(ValueError, match="cluster.num_nodes: got 2; asked 2, available 1 nodes; set RAY_ADDRESS"):
-        start_ray(device="cpu", num_slots=2, num_nodes=2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_rl.models.model_source import default_cache_dir, resolve_model
+from nemo_rl.models.model_source import check_model, default_cache_dir, resolve_model
+from nemo_rl.models.tiny_model import write_tiny_random_qwen3
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,37 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     assert default_cache_dir() == tmp_path
     monkeypatch.delenv("NRL_CACHE")
     assert default_cache_dir() == Path.home() / ".cache" / "nemo_rl"
+
+
+def test_a_good_model_gives_its_vocabulary_size(tmp_path: Path) -> None:
+    write_tiny_random_qwen3(tmp_path)
+    assert check_model(tmp_path) == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", b"[]", "cannot read"),
+        ("config.json", b'{"model_type": "no-such-model"}', "cannot read"),
+        ("model.safetensors", None, "holds no"),
+        ("model.safetensors", b"\x08\x00\x00\x00", "is damaged"),
+    ],
+)
+def test_a_broken_folder_is_refused_before_it_is_loaded(
+    tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
+    write_tiny_random_qwen3(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"policy.model_name: .*{says}"):
+        check_model(tmp_path)
+
+
+def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
+    write_tiny_random_qwen3(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="policy.model_name: .*model.safetensors is damaged"):
+        check_model(tmp_path)

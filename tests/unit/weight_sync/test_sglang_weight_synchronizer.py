@@ -83,6 +83,7 @@ class FakeGeneration(UpdatableGeneration):
         self.versions = [0] * num_engines
         self.digests = [{"0/w": "a", "0/v": "b"} for _ in range(num_engines)]
         self.after_send: list[dict[str, str]] | None = None
+        self.end_failure: Exception | None = None
         self._num_new = num_engines
 
     @property
@@ -112,6 +113,8 @@ class FakeGeneration(UpdatableGeneration):
 
     def end_weight_update(self, deadline: Deadline) -> None:
         self.events.append("end")
+        if self.end_failure is not None:
+            raise self.end_failure
 
     def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
         self.events.append("checksums")
@@ -192,9 +195,21 @@ def test_a_failed_transfer_ends_the_session_but_does_not_resume(
     assert synchronizer.is_stale
     assert generation.versions == [1, 1]
     policy.failure = None
+    events.clear()
     synchronizer.sync_weights()
+    # The group of the failed refit is gone: the next one makes its own.
+    assert events[0] == "connect [1, 1]"
     assert generation.versions == [2, 2]
     assert not synchronizer.is_stale
+
+
+def test_the_first_error_is_the_one_told(policy: FakePolicy, generation: FakeGeneration, events: list[str]) -> None:
+    synchronizer = make(policy, generation)
+    synchronizer.sync_weights()
+    policy.failure = TransferError("engine 1 failed at bucket 2")
+    generation.end_failure = RuntimeError("engine 1 is dead")
+    with pytest.raises(TransferError, match="engine 1 failed at bucket 2"):
+        synchronizer.sync_weights()
 
 
 def test_a_first_refit_that_changes_a_digest_stops_the_run(

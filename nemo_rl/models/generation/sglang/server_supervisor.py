@@ -19,6 +19,7 @@ import psutil
 POLL_INTERVAL_S = 0.2
 TERMINATE_TIMEOUT_S = 3.0
 """SGLang drains its requests on SIGTERM, which may take minutes: nobody waits for them here."""
+TRACKER_TIMEOUT_S = 3.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -48,10 +49,20 @@ def _terminate(server: subprocess.Popen[bytes]) -> None:
 
 def _kill_descendants() -> None:
     """Orphans of the server are children of this process, so killing until none is left misses nothing."""
+    trackers_end_s = time.monotonic() + TRACKER_TIMEOUT_S
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
-            process.kill()
-        psutil.wait_procs(descendants, timeout=1.0)
+            if time.monotonic() > trackers_end_s or not _is_resource_tracker(process):
+                process.kill()
+        psutil.wait_procs(descendants, timeout=0.2)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Python's own: it ends by itself after the others, and unlinks the shared memory that they leave behind."""
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _die_with_supervisor() -> None:

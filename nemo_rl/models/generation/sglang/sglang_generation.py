@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.layout import Layout
@@ -15,6 +15,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.models.generation.sglang.http_client import EngineError
 from nemo_rl.models.generation.sglang.receiver import RayReceiver
 from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _SHUTDOWN_TIMEOUT_S = 60.0
 _ACTOR_START_S = 120.0
 """For the actor's process and its imports, before its server starts."""
+_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Ray would kill the server's supervisor, which is what ends the server's own children when the actor is gone."""
 _NUM_ACTOR_THREADS = 8
 """Control calls run beside a long one: a bucket that loads, a group that forms."""
 
@@ -50,7 +53,7 @@ class SGLangGeneration(UpdatableGeneration):
         self._tokens = (int(tokenizer.pad_token_id), [int(tokenizer.eos_token_id)])
         actor_class: Any = ray.remote(SGLangGenerationWorker)
         for index in range(self._layout.num_engines):
-            options = cluster.actor_options(index, {}) | {"max_concurrency": _NUM_ACTOR_THREADS}
+            options = cluster.actor_options(index, _ENVIRONMENT) | {"max_concurrency": _NUM_ACTOR_THREADS}
             actor = actor_class.options(**options).remote(
                 cfg=self.cfg,
                 engine_index=index,
@@ -154,3 +157,5 @@ def _get(references: list[Any], timeout_s: float) -> list[Any]:
         return ray.get(references, timeout=timeout_s)
     except RayTaskError as error:
         raise error.cause from error
+    except RayActorError as error:
+        raise EngineError("an engine", "actor", None, f"its process has ended: {error}") from error

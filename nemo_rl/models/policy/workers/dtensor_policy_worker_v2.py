@@ -146,8 +146,10 @@ class DTensorPolicyWorkerV2:
     def export_hf(self, folder: str) -> None:
         """Write model and tokenizer; no rank returns before the folder is whole."""
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder) if self.tokenizer_folder else None
-        export_hf(self.model, tokenizer, folder, self.dtype)
-        dist.barrier()
+        try:
+            export_hf(self.model, tokenizer, folder, self.dtype)
+        finally:
+            dist.barrier()  # also when rank 0 cannot write: the others wait here
 
     def free_memory_bytes(self) -> int:
         return free_memory_bytes(self.device)
@@ -187,6 +189,7 @@ class DTensorPolicyWorkerV2:
         Raises:
             TransferError: on every rank, with rank 0's reason; the group is then gone.
         """
+        on_rank0(self._require_group)
         group = self._update_group
         deadline = Deadline(self._server_cfg.refit_timeout_s)
         sender = BucketSender(rollout_engines, group, deadline) if group is not None else None
@@ -213,6 +216,12 @@ class DTensorPolicyWorkerV2:
         """Leave the trainers' group. Idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _require_group(self) -> None:
+        if self._update_group is None:
+            raise TransferError(
+                "there is no weight-update group: connect_sglang_rollout_engines_distributed comes first"
+            )
 
     def _disconnect(self) -> None:
         group, self._update_group = self._update_group, None

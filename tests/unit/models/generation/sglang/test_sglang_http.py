@@ -124,5 +124,5 @@ def test_a_failed_request_names_the_engine():
 
 
 def test_an_engine_that_does_not_answer_is_an_error():
-    with FakeEngineServer(delay_s=1.0) as fake, pytest.raises(EngineError, match=r"engine 0 .*not within 0.2 s"):
-        _generation([fake.url], request_timeout_s=0.2).generate(_prompts(1))
+    with FakeEngineServer(delay_s=2.5) as fake, pytest.raises(EngineError, match=r"engine 0 .*not within 1 s"):
+        _generation([fake.url], request_timeout_s=1.0).generate(_prompts(1))

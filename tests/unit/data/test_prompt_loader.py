@@ -60,18 +60,3 @@ def test_an_epoch_holds_every_prompt_once_in_an_order_of_its_own() -> None:
 
 def test_without_shuffle_the_order_is_the_datasets() -> None:
     assert take(make_loader(5, 2, shuffle=False), 3) == [[0, 1], [2, 3], [0, 1]]
-
-
-@pytest.mark.parametrize("num_taken", [0, 1, 2, 3, 4, 7])
-def test_resumes_where_it_stood(num_taken: int) -> None:
-    loader = make_loader(13, 4)
-    take(loader, num_taken)
-    resumed = make_loader(13, 4)
-    resumed.load_state_dict(loader.state_dict())
-    assert resumed.epoch == num_taken // 3
-    assert take(resumed, 5) == take(loader, 5)
-
-
-def test_a_state_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit 3 batches per epoch"):
-        make_loader(13, 4).load_state_dict({"epoch": 0, "position": 3})
