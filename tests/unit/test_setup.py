@@ -1,0 +1,55 @@
+"""The second guard: a config that never went through the loader is refused before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl import setup
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.layout import make_layout
+from nemo_rl.config.loader import read_yaml
+from nemo_rl.config.validation import validate
+from nemo_rl.utils.metrics import MetricsLogger
+from nemo_rl.utils.run_folder import RunFolder
+
+TINY = Path(__file__).parents[2] / "examples/configs/grpo_tiny_cpu.yaml"
+SERVER = "policy.generation.sglang_cfg.sglang_server_config"
+UNSUPPORTED = [
+    "policy.generation.backend=vllm",
+    "policy.dtensor_cfg._v2=false",
+    "policy.megatron_cfg.enabled=true",
+    "policy.generation.colocated.enabled=true",
+    f"{SERVER}.weight_transfer_mode=ipc",
+    f"{SERVER}.pause_generation_mode=in_place",
+    f"{SERVER}.pp_size=2",
+    "policy.generation.sglang_cfg.quantization.scheme=fp8",
+    "policy.generation.top_p=0.9",
+    "policy.dtensor_cfg.tensor_parallel_size=2",
+]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records what set-up starts: Ray, clusters, actors, servers all come after the first of these."""
+    events: list[str] = []
+    for name in ("start_ray", "RayVirtualCluster"):
+        monkeypatch.setattr(setup, name, lambda *args, name=name, **kwargs: events.append(name))
+    return events
+
+
+@pytest.mark.parametrize("override", UNSUPPORTED)
+def test_an_unsupported_setting_is_refused_before_anything_is_started(
+    override: str, started: list[str], tmp_path: Path
+) -> None:
+    config = validate(read_yaml(TINY, [override]))
+    nothing: Any = None
+    inputs = setup.Inputs(make_layout(config), "cpu", tmp_path, nothing, nothing, nothing, nothing)
+    metrics = MetricsLogger(tmp_path, num_steps=1, tensorboard=False)
+    key, _, value = override.partition("=")
+    with (
+        pytest.raises(ConfigError, match=f"{key}: got .*{value}.*not supported .*; set "),
+        setup.start_participants(config, inputs, RunFolder(tmp_path), metrics),
+    ):
+        pytest.fail("it was started")
+    assert started == []
