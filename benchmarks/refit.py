@@ -28,6 +28,7 @@ from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from nemo_rl.setup import prepare_inputs, start_participants
+from nemo_rl.utils.log import configure_logging
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import make_run_folder
 
@@ -48,6 +49,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
 
 def main() -> None:
     config = load_config_or_exit(sys.argv[1:], program="benchmarks/refit.py")
+    configure_logging()
     folder = make_run_folder(config.logger.log_dir)
     with (
         MetricsLogger(folder.path, num_steps=1, tensorboard=False) as metrics,

@@ -312,7 +312,7 @@ class LoggerConfig(Section):
     """A new numbered folder `exp_NNN` is made in it for each run."""
     tensorboard_enabled: bool = True
     """Write `tensorboard/` into the run folder."""
-    num_val_samples_to_print: Annotated[int, Field(ge=0)] = 5
+    num_val_samples_to_print: Annotated[int, Field(ge=0)] = 20
     """Validation samples kept in `samples.jsonl` each time."""
 
 
