@@ -183,3 +183,5 @@ def start_participants(
             loss_fn=ClippedPGLoss(config.loss_fn),
             metrics=metrics,
         )
+        # After a failure the group may have nobody left to answer; everything is ended then all the same.
+        synchronizer.shutdown()

@@ -311,6 +311,13 @@ def test_the_factory_makes_the_disaggregated_synchronizer(policy: FakePolicy, ge
     assert isinstance(make(policy, generation), SGLangDisaggregatedWeightSynchronizer)
 
 
+def test_shutdown_leaves_the_group(policy: FakePolicy, generation: FakeGeneration, events: list[str]) -> None:
+    synchronizer = make(policy, generation)
+    synchronizer.sync_weights()
+    synchronizer.shutdown()
+    assert events[-1] == "disconnect"
+
+
 def test_kv_scales_are_refused(policy: FakePolicy, generation: FakeGeneration) -> None:
     with pytest.raises(NotImplementedError, match="kv_scales"):
         make(policy, generation).sync_weights(kv_scales={"k": torch.ones(1)})
