@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import CONCURRENCY, HOST, MAX_TOTAL_SEQUENCE_LENGTH, make_policy_config
+from engine_config import CONCURRENCY, HOST, MAX_TOTAL_SEQUENCE_LENGTH, make_policy_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

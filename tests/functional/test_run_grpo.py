@@ -125,6 +125,30 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
     assert_all_gone("sigterm", within_s=20)
 
 
+def test_no_engine_outlives_a_driver_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "NRL_TEST_RUN": "killed"},
+    )
+    end_s = time.monotonic() + 120
+    while not engines_of("killed") and time.monotonic() < end_s:
+        time.sleep(0.2)
+    assert len(engines_of("killed")) >= 1
+    process.kill()
+    process.wait()
+    end_s = time.monotonic() + 20
+    while engines_of("killed") and time.monotonic() < end_s:
+        time.sleep(0.5)
+    assert engines_of("killed") == []
+
+
+def engines_of(mark: str) -> list[str]:
+    lines = [" ".join(process.cmdline()) for process in descendants_of(mark) if process.is_running()]
+    return [line for line in lines if "sglang" in line.lower()]
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -136,7 +160,7 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
         (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (
             ["data.dataset_name=ResponseDataset", "data.train_data_path=/no/file", "data.val_data_path=/no/file"],
-            "data.train_data_path",
+            "data.val_data_path",
         ),
     ],
 )
