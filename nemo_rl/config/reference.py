@@ -13,7 +13,10 @@ HEADER = """\
 A run is one YAML file. `defaults: other.yaml` in it inherits from a file beside it; `key=value` on the command line
 overrides, in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/). An unknown key, a wrong type or
 a value out of range ends the program with exit code 2 and one line per fault, before anything starts. Switching
-`data.dataset_name` starts the `data` section anew.
+`data.dataset_name` drops all inherited `data.*` keys.
+
+Environment: `NRL_CACHE` (where built models are kept; default `~/.cache/nemo_rl`), `NRL_REFIT_BUFFER_MEMORY_RATIO` (part
+of the free memory that a refit bucket may take, at most 2 GiB; default 0.3), `RAY_ADDRESS` (a Ray cluster to join).
 
 This page is made from the schema: `python -m nemo_rl.config.reference > docs/configuration.md`.
 

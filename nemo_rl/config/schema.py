@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 class AdamWKwargs(Section):
     lr: Annotated[float, Field(gt=0.0, le=1.0)] = 5e-6
-    """Learning rate after warm-up."""
+    """Base learning rate; the scheduler multiplies it."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     """Decoupled weight decay."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
@@ -200,7 +200,7 @@ class GRPOConfig(Section):
     val_at_end: bool = True
     """Validate after the last step."""
     max_val_samples: PositiveInt = 200
-    """The first so many validation problems."""
+    """At most so many, from the start of the validation set."""
     normalize_rewards: bool = True
     """Divide the advantage by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
@@ -230,7 +230,7 @@ class LossConfig(Section):
 
 class ArithmeticDataConfig(Section):
     dataset_name: Literal["arithmetic"]
-    """Sums of our own, from a seed; training and validation problems differ."""
+    """Generated from a seed; training and validation problems differ."""
     num_train: PositiveInt = 4096
     """Training problems."""
     num_validation: Annotated[int, Field(ge=0)] = 200

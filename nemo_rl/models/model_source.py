@@ -88,6 +88,8 @@ def _build_once(model_name: str, cache_dir: Path) -> Path:
     try:
         _BUILDERS[model_name](draft)
         draft.chmod(0o755)
+        for file in draft.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors writes for the owner alone
         draft.rename(target)
     except OSError:
         if not target.is_dir():

@@ -62,6 +62,8 @@ def export_hf(
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    for file in Path(folder).glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes for the owner alone; who serves the model may be another user
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(folder)

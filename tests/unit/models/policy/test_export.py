@@ -107,6 +107,7 @@ def test_an_exported_folder_loads_with_equal_values(config: PretrainedConfig, tm
     folder = cases.write_model(tmp_path / "model", config)
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     export_hf(load(folder, mesh), None, str(tmp_path / "out"), torch.bfloat16)
+    assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == 0o644
     after, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
