@@ -83,7 +83,7 @@ def build_environment(base: Mapping[str, str], *, device: str, tp_size: int, cor
         return environment
     num_threads = max(1, len(cores) // tp_size)
     environment["OMP_NUM_THREADS"] = str(num_threads)
-    # Threads that spin at each barrier make decoding ten times as slow once another process wants the cores.
+    # Threads that spin at each barrier take the cores from the trainer and from each other.
     environment["OMP_WAIT_POLICY"] = "PASSIVE"
     # Logits take megabytes; freed to the system, every page of them faults anew in each step.
     environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = str(_KEPT_MEMORY_BYTES)
