@@ -81,5 +81,5 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: _De
 
 
 def _gather(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of the pool; as an embedding look-up it copies whole rows, which plain indexing does not."""
+    """Rows of the pool, as an embedding look-up: a faster copy than plain indexing."""
     return torch.nn.functional.embedding(slots, pool.view(pool.shape[0], -1))
