@@ -70,7 +70,7 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
         for part in (problems.train, problems.validation)
     )
     _check_token_ids(config, vocab_size, [*train, *validation])
-    if _validates(config) and not validation:
+    if config.grpo.validates and not validation:
         raise ValueError(
             "data: no validation problem is left; set grpo.val_period=0 val_at_start=false val_at_end=false"
         )
@@ -92,10 +92,6 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
         validation_prompts=collate_prompts(validation, pad_token_id) if validation else None,
         environment=environment,
     )
-
-
-def _validates(config: MasterConfig) -> bool:
-    return config.grpo.val_period > 0 or config.grpo.val_at_start or config.grpo.val_at_end
 
 
 def _check_token_ids(config: MasterConfig, vocab_size: int, prompts: Sequence[EncodedPrompt]) -> None:

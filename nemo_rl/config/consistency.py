@@ -86,12 +86,11 @@ def is_reserved(argument: str) -> bool:
 
 def _data_lines(config: MasterConfig) -> Iterator[str]:
     data, grpo = config.data, config.grpo
-    validates = grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
     off = "or set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
     if "{problem}" not in data.prompt:
         yield refusal("data.prompt", data.prompt, "must contain {problem}")
     if isinstance(data, ResponseDataConfig):
-        if validates and data.val_data_path is None:
+        if grpo.validates and data.val_data_path is None:
             yield refusal("data.val_data_path", None, f"validation needs a file; {off}")
         return
     if data.num_train < grpo.num_prompts_per_step:
@@ -100,7 +99,7 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
             data.num_train,
             f"must be at least grpo.num_prompts_per_step = {grpo.num_prompts_per_step}",
         )
-    if validates and data.num_validation == 0:
+    if grpo.validates and data.num_validation == 0:
         yield refusal("data.num_validation", 0, f"validation needs at least 1; {off}")
     if isinstance(data, ArithmeticDataConfig):
         for unit, low, high in (

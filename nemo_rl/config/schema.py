@@ -208,6 +208,11 @@ class GRPOConfig(Section):
     seed: Seed = 42
     """Of the order of prompts and of the trainer."""
 
+    @property
+    def validates(self) -> bool:
+        """Whether the run validates at any time."""
+        return self.val_period > 0 or self.val_at_start or self.val_at_end
+
 
 class LossConfig(Section):
     reference_policy_kl_penalty: Annotated[float, Field(ge=0.0)] = 0.01

@@ -1,7 +1,6 @@
 """The driver's handle on all engines: starts them, samples from them, leads them through a refit."""
 
 import logging
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,8 @@ class SGLangGeneration(UpdatableGeneration):
                 tokenizer_folder=self.cfg.tokenizer.name,
                 device=self._device,
                 log_dir=str(log_folder),
-                host="127.0.0.1" if self._layout.num_nodes == 1 else ray.util.get_node_ip_address(),
+                # On several nodes each actor finds its own: this is the driver's.
+                host="127.0.0.1" if self._layout.num_nodes == 1 else None,
             )
             self._actors.append(actor)
             self._starts.append(actor.start.remote())
@@ -95,11 +95,6 @@ class SGLangGeneration(UpdatableGeneration):
     @property
     def engine_gpu_counts(self) -> list[int]:
         return [self._layout.num_slots_per_engine] * len(self._receivers)
-
-    @property
-    def engine_gpu_offsets(self) -> list[int]:
-        """Rank of each engine's first slot in the weight-update group; the trainer is rank 0."""
-        return list(accumulate(self.engine_gpu_counts, initial=1))[:-1]
 
     @property
     def refit_timeout_s(self) -> float:

@@ -4,6 +4,8 @@ import logging
 import os
 from pathlib import Path
 
+import ray
+
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.server_args import ServerPlace, build_command, build_environment
@@ -25,8 +27,9 @@ class SGLangGenerationWorker:
         tokenizer_folder: str | None,
         device: str,
         log_dir: str,
-        host: str,
+        host: str | None,
     ) -> None:
+        """`host`: address that the server binds to; None: that of this node in the Ray cluster."""
         self._cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
         self._engine_index = engine_index
@@ -34,7 +37,7 @@ class SGLangGenerationWorker:
         self._tokenizer_folder = tokenizer_folder
         self._device = device
         self._log_file = Path(log_dir) / f"sglang_engine_{engine_index}.log"
-        self._host = host
+        self._host = host or ray.util.get_node_ip_address()
         self._process: ServerProcess | None = None
         self._client: EngineClient | None = None
 
