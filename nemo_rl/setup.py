@@ -139,6 +139,8 @@ def start_participants(
         generation_backend=config.policy.generation.backend,
         colocated=config.policy.generation.colocated.enabled,
         refit_buffer_size_gb=config.policy.refit_buffer_size_gb,
+        refit=config.refit,
+        export_folder=folder.refit_export,
     )
     metrics.note(
         f"starting {layout.num_engines} engine(s) of {layout.num_slots_per_engine} slot(s) and "

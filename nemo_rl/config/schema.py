@@ -6,7 +6,7 @@ combination is refused by `support.py`, whose table knows the nearest supported 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -233,6 +233,18 @@ class LossConfig(Section):
     """Upper bound of that weight; null: none."""
 
 
+class RefitConfig(Section):
+    verify: Literal["off", "engines", "full"] = "engines"
+    """Proof of each refit by the engines' checksums. `engines`: all engines agree; `full`: also with the trainer's exported
+    folder loaded from disk; `off`: neither. The first refit is always compared with what the engines loaded.
+    """
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value
+
+
 class ArithmeticDataConfig(Section):
     dataset_name: Literal["arithmetic"]
     """Generated from a seed; training and validation problems differ."""
@@ -341,6 +353,7 @@ class MasterConfig(Section):
     policy: PolicyConfig
     grpo: GRPOConfig
     loss_fn: LossConfig = LossConfig()
+    refit: RefitConfig = RefitConfig()
     data: DataConfig
     env: EnvConfig = EnvConfig()
     logger: LoggerConfig = LoggerConfig()

@@ -10,8 +10,12 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,7 @@ def check_model(folder: Path) -> int:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{_KEY}: cannot read {folder}/config.json ({' '.join(str(error).split())[:200]})") from error
+    find_model_class(config)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{_KEY}: {folder} is quantised; a policy trains on a plain checkpoint")
     files = sorted(folder.glob("*.safetensors"))
@@ -70,6 +75,29 @@ def check_model(folder: Path) -> int:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{_KEY}: {file} is damaged ({error})") from error
     return int(config.get_text_config().vocab_size)
+
+
+def find_model_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
+    """The class that `architectures` names; without it, the causal LM of this kind of config.
+
+    Raises:
+        ValueError: when it is neither a causal language model nor a vision-language model of transformers.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    vision_language = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    default = language.get(config.model_type) or vision_language.get(config.model_type)
+    name = config.architectures[0] if config.architectures else str(default)
+    if name not in language.values() and name not in vision_language.values():
+        raise ValueError(
+            f"{_KEY}: config.json names the architecture {name!r}; allowed: a ...ForCausalLM or a vision-language "
+            "...ForConditionalGeneration class of transformers"
+        )
+    model_class: Any = getattr(transformers, name)
+    found: type[PreTrainedModel] = model_class
+    return found
 
 
 def default_cache_dir() -> Path:

@@ -25,6 +25,11 @@ class RunFolder:
         return self.path / "trainers"
 
     @property
+    def refit_export(self) -> Path:
+        """What a proof of a refit writes and deletes."""
+        return self.path / "refit_export"
+
+    @property
     def exported_model(self) -> Path:
         return self.path / "hf_model"
 

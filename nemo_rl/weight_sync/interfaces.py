@@ -38,7 +38,7 @@ class WeightSynchronizer(ABC):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Of the last refit: `refit/bytes`, `refit/buckets`, `refit/tensors`, `refit/weight_version`,
-        `refit/megabytes_per_s` (10^6 bytes, over the whole refit).
+        `refit/megabytes_per_s` (10^6 bytes, from the first gather to the last load).
         """
 
     @abstractmethod

@@ -9,11 +9,11 @@ from typing import Any
 from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.distributed.weight_transfer.process_group import TransferError
 from nemo_rl.models.generation.interfaces import UpdatableGeneration
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+from nemo_rl.weight_sync.proof import RefitProof
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +28,19 @@ _MIN_BUFFER_BYTES = 2**20
 
 class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
     def __init__(
-        self, policy: PolicyInterface, generation: UpdatableGeneration, refit_buffer_size_gb: float | None = None
+        self,
+        policy: PolicyInterface,
+        generation: UpdatableGeneration,
+        refit_buffer_size_gb: float | None,
+        proof: RefitProof,
     ):
         self._policy = policy
         self._generation = generation
+        self._proof = proof
         self._refit_buffer_size_gb = refit_buffer_size_gb
         memory_ratio(os.environ)  # a bad value is told now and not after the model has loaded
         self._buffer_size_bytes = 0
         self._stale = True
-        self._proven = False
         self._connected = False
         self._version = 0
         self._last_stats = RefitStats()
@@ -66,10 +70,21 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
         if self._generation.num_new_engines or not self._connected:
             self.init_communicator()
+        timer, deadline = timer or Timer(), Deadline(self._generation.refit_timeout_s)
+        with timer.span("refit"):
+            self._generation.pause(deadline)
+        with timer.span("refit_verify"):
+            self._proof.begin(deadline)
         start_s = time.perf_counter()
-        with (timer or Timer()).span("refit"):
-            self._transfer(Deadline(self._generation.refit_timeout_s))
+        with timer.span("refit"):
+            self._last_stats = self._transfer(deadline)
         self._last_seconds = time.perf_counter() - start_s
+        with timer.span("refit_verify"):
+            self._proof.finish(deadline)
+        with timer.span("refit"):
+            self._generation.set_weight_version(self._version + 1, deadline)
+            self._version += 1
+            self._generation.resume(deadline)
         self._stale = False
 
     def metrics(self) -> dict[str, float]:
@@ -93,14 +108,11 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._generation.clear_updatable_num_new_engines()
         self._connected = True
 
-    def _transfer(self, deadline: Deadline) -> None:
-        generation = self._generation
-        generation.pause(deadline)
-        before = None if self._proven else generation.weight_checksums(deadline)
-        generation.begin_weight_update(deadline)
+    def _transfer(self, deadline: Deadline) -> RefitStats:
+        self._generation.begin_weight_update(deadline)
         try:
             stats = self._policy.update_weights_to_sglang_distributed(
-                rollout_engines=generation.rollout_engines,
+                rollout_engines=self._generation.rollout_engines,
                 buffer_size_bytes=self._buffer_size_bytes,
                 target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
             )
@@ -108,13 +120,8 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             self._connected = False
             self._close_failed_session()
             raise
-        generation.end_weight_update(deadline)
-        if before is not None:
-            self._prove_unchanged(before, generation.weight_checksums(deadline))
-        generation.set_weight_version(self._version + 1, deadline)
-        self._version += 1
-        generation.resume(deadline)
-        self._last_stats = stats
+        self._generation.end_weight_update(deadline)
+        return stats
 
     def _close_failed_session(self) -> None:
         """A failed update leaves the session open, and an open one refuses the next. The first error is the one told."""
@@ -122,18 +129,6 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             self._generation.end_weight_update(Deadline(_CLOSE_TIMEOUT_S))
         except (RuntimeError, TimeoutError) as error:
             logger.warning("the weight-update session of the failed refit is still open: %s", error)
-
-    def _prove_unchanged(self, before: list[dict[str, str]], after: list[dict[str, str]]) -> None:
-        """The first refit sends what the engines loaded from disk, so it must change no digest."""
-        for index, (old, new) in enumerate(zip(before, after, strict=True)):
-            changed = sorted(name for name in old if new.get(name) != old[name])
-            if changed:
-                raise TransferError(
-                    f"engine {index}: the first refit sent the checkpoint that the engine had loaded, yet "
-                    f"{len(changed)} of {len(old)} tensors changed: {', '.join(changed[:5])}"
-                )
-        self._proven = True
-        logger.info("first refit: all %d engine checksums unchanged", sum(len(digests) for digests in after))
 
     def _decide_buffer_size_bytes(self) -> int:
         """Once, on the driver, from the configured size or the least free memory of any trainer rank."""

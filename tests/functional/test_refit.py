@@ -17,7 +17,7 @@ from nemo_rl.algorithms.grpo import Participants
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.distributed.weight_transfer.process_group import TransferError
+from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.setup import prepare_inputs, start_participants
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import make_run_folder

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.weight_transfer.buckets import NamedTensor, flatten_bucket, make_header
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.distributed.weight_transfer.process_group import TransferError, WeightUpdateGroup
+from nemo_rl.distributed.weight_transfer.errors import ManifestError, TransferError
+from nemo_rl.distributed.weight_transfer.manifest import Manifest
+from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 
 T = TypeVar("T")
@@ -26,11 +28,13 @@ class RefitStats:
 
 
 class BucketSender:
-    """Sends buckets to every engine of one weight-update group."""
+    """Sends what the manifest holds, bucket by bucket, to every engine of one weight-update group."""
 
-    def __init__(self, engines: Sequence[Receiver], group: WeightUpdateGroup, deadline: Deadline):
+    def __init__(self, engines: Sequence[Receiver], group: WeightUpdateGroup, manifest: Manifest, deadline: Deadline):
         self._engines = engines
         self._group = group
+        self._manifest = manifest
+        self._sent: list[str] = []
         self._deadline = deadline
         self._flattened = all(engine.takes_flattened for engine in engines)
         self.stats = RefitStats()
@@ -39,9 +43,12 @@ class BucketSender:
         """Announce, broadcast, await every engine's answer.
 
         Raises:
+            ManifestError: the bucket is not what was planned; nothing of it is sent.
             TransferError: an engine refused the bucket, or failed while loading it.
             TimeoutError: no answer within the deadline.
         """
+        for name, tensor in bucket:
+            self._manifest.check(name, tensor)
         header = make_header(self.stats.num_buckets, bucket, flattened=self._flattened)
         left_s = self._deadline.require(header.describe())
         answers = {engine.announce(header, self._group.spec.name, left_s): engine for engine in self._engines}
@@ -58,11 +65,16 @@ class BucketSender:
             raise TimeoutError(f"{names} did not answer for {header.describe()} in {self._deadline.timeout_s:g} s")
         for work in works:
             work.wait(timedelta(seconds=self._deadline.require(header.describe())))
+        self._sent += header.names
         self.stats = RefitStats(
             num_bytes=self.stats.num_bytes + sum(tensor.nbytes for _, tensor in bucket),
             num_tensors=self.stats.num_tensors + len(bucket),
             num_buckets=self.stats.num_buckets + 1,
         )
+
+    def finish(self) -> None:
+        """Raise ManifestError unless everything planned has been sent, each tensor once."""
+        self._manifest.check_complete(self._sent)
 
 
 def broadcast_hf_buckets_via_distributed_impl(
@@ -83,6 +95,11 @@ def broadcast_hf_buckets_via_distributed_impl(
         try:
             sender.send(bucket)
         except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
+            failure = error
+    if sender is not None and failure is None:
+        try:
+            sender.finish()
+        except ManifestError as error:
             failure = error
     reason, stats = _share_from_rank0((str(failure) if failure else None, sender.stats if sender else RefitStats()))
     if reason is not None:

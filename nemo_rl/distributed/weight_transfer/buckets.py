@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
+
+from nemo_rl.distributed.weight_transfer.manifest import Manifest
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -25,22 +28,19 @@ class BucketHeader:
 
 
 def iter_named_tensor_buckets(
-    params_generator: Iterable[NamedTensor], buffer_size_bytes: int
+    params_generator: Iterable[NamedTensor], buffer_size_bytes: int, manifest: Manifest
 ) -> Iterator[list[NamedTensor]]:
-    """Group tensors, in order, into buckets of at most `buffer_size_bytes`; a larger tensor has its own bucket.
+    """Group tensors, in order, into the manifest's buckets of at most `buffer_size_bytes`.
 
-    Within a bucket wider dtypes come first, so that each tensor's offset divides by its item size.
+    Within a bucket wider dtypes come first, so that each tensor's offset divides by its item size. Whatever comes
+    beyond the manifest makes a last bucket of its own: the walk goes to the end.
     """
-    bucket: list[NamedTensor] = []
-    size_bytes = 0
-    for name, tensor in params_generator:
-        if bucket and size_bytes + tensor.nbytes > buffer_size_bytes:
+    tensors = iter(params_generator)
+    for length in manifest.bucket_lengths(buffer_size_bytes):
+        if bucket := list(islice(tensors, length)):
             yield _widest_first(bucket)
-            bucket, size_bytes = [], 0
-        bucket.append((name, tensor))
-        size_bytes += tensor.nbytes
-    if bucket:
-        yield _widest_first(bucket)
+    if rest := list(tensors):
+        yield _widest_first(rest)
 
 
 def _widest_first(bucket: list[NamedTensor]) -> list[NamedTensor]:

@@ -16,14 +16,11 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec, Receiver
 
 DeviceBackend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs leave out their methods."""
-
-
-class TransferError(RuntimeError):
-    """A refit that failed: which engine, which bucket, its own words."""
 
 
 class WeightUpdateGroup:

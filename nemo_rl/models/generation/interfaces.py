@@ -75,6 +75,10 @@ class UpdatableGeneration(GenerationInterface):
         """Per engine: `rank/parameter` -> the engine's own digest of what it holds."""
 
     @abstractmethod
+    def update_weights_from_disk(self, folder: str, deadline: Deadline) -> None:
+        """Load a Hugging Face folder that every engine sees."""
+
+    @abstractmethod
     def set_weight_version(self, version: int, deadline: Deadline) -> None:
         """The version that samples report from now on."""
 

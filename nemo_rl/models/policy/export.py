@@ -10,7 +10,10 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
+
+from nemo_rl.distributed.weight_transfer.errors import ManifestError
+from nemo_rl.distributed.weight_transfer.manifest import listed
+from nemo_rl.models.policy.export_plan import ExportPlan
 
 WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module)\.")
 """What torch.compile, activation checkpointing and data parallelism put into names."""
@@ -21,40 +24,55 @@ def clean_name(name: str) -> str:
     return WRAPPER_PREFIXES.sub("", name)
 
 
-def dtensor_params_generator(model: PreTrainedModel, target_dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each weight once: (checkpoint name, whole contiguous tensor). Collective: every rank must walk it all.
+def dtensor_params_generator(model: PreTrainedModel, plan: ExportPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of the manifest once, in its order: (checkpoint name, whole contiguous tensor).
 
-    Every rank yields the same names in the same order. Floating tensors come in `target_dtype`. Parameters and
-    persistent buffers come in the order of `state_dict`; a tied weight comes once, under the name that is saved.
+    Collective: every rank must walk it all. At most one module tensor is whole at a time, or those of one layer that a
+    conversion needs together, such as its stack of experts.
+
+    Raises:
+        ManifestError: on every rank, before anything is gathered, when the model has other names than at set-up.
     """
-    for name, value in _entries(model):
+    state = {clean_name(name): value.detach() for name, value in model.state_dict().items()}
+    _check_sources(model, state, plan)
+    for sources, specs in plan.manifest.by_sources():
         # Cast before the gather: bf16 moves half the bytes of the float32 shards.
-        cast = value.to(target_dtype) if value.is_floating_point() else value
-        full = cast.full_tensor() if isinstance(cast, DTensor) else cast
-        for checkpoint_name, tensor in revert_weight_conversion(model, {name: full}).items():
-            yield checkpoint_name, tensor.contiguous()
+        dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
+        gathered = {name: _gather(state[name].to(dtype)) for name in sources}
+        made = plan.to_checkpoint(gathered)
+        del gathered
+        for spec in specs:
+            tensor = made.pop(spec.name)
+            if spec.transposed:
+                tensor = tensor.transpose(-1, -2)
+            yield spec.name, tensor.to(spec.dtype).contiguous()
 
 
-def _entries(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(clean module name, shard) of everything that is saved."""
-    tied = model.all_tied_weights_keys
-    for raw_name, value in model.state_dict().items():
-        name = clean_name(raw_name)
-        if name not in tied:
-            yield name, value.detach()
+def _gather(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan: ExportPlan) -> None:
+    planned = {source for spec in plan.manifest.specs for source in spec.sources}
+    held = state.keys() - plan.twin.all_tied_weights_keys.keys()
+    if planned != held:
+        raise ManifestError(
+            f"{type(model).__name__} has changed since set-up: gone are {listed(sorted(planned - held)) or 'none'}; "
+            f"new are {listed(sorted(held - planned)) or 'none'}"
+        )
 
 
 @torch.no_grad()
 def export_hf(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str, dtype: torch.dtype
+    model: PreTrainedModel, plan: ExportPlan, tokenizer: PreTrainedTokenizerBase | None, folder: str, dtype: torch.dtype
 ) -> None:
     """Write model, config, generation config and tokenizer as a Hugging Face folder. Collective; rank 0 writes.
 
-    Floating weights are written in `dtype`; nothing is written until all are gathered.
+    Weights are written as the plan has them, `dtype` goes into the config; nothing is written until all are gathered.
     """
     is_writer = dist.get_rank() == 0
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in dtensor_params_generator(model, dtype):
+    for name, tensor in dtensor_params_generator(model, plan):
         if is_writer:
             # A copy of its own: pieces of fused experts share a storage, which safetensors refuses.
             weights[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)

@@ -7,6 +7,7 @@ time. What the folder decides beside the weights (config, name conversions, buff
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from nemo_rl.models.model_source import find_model_class
+from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan, read_headers
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class ModelPlan:
     """Parameter name -> name of the parameter that it shares its storage with."""
     buffers: dict[str, tuple[torch.Size, torch.dtype]]
     """All buffers, the non-persistent ones too: on meta their values are lost."""
+    headers: Headers
+    """Of the weights on disk."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +57,33 @@ class ShardOptions:
     """Shards stay in host memory between uses; needs a cuda mesh."""
 
 
-def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> PreTrainedModel:
-    """Load a causal LM and shard it over `mesh`, whose one axis is `dp_shard`. Collective.
+def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> tuple[PreTrainedModel, ExportPlan]:
+    """Load a language or vision-language model and shard it over `mesh`, whose one axis is `dp_shard`. Collective.
+
+    The plan is that of an export in the compute dtype.
 
     The model is in eval mode, also for training: dropout and router jitter would make the log-probs of the train
     forward differ from those that the loss compares them with.
 
     Raises:
-        ValueError: on every rank, when rank 0 cannot load the folder whole, or for `cpu_offload` without cuda.
+        ValueError: on every rank, when rank 0 cannot load the folder whole, for `cpu_offload` without cuda, or when
+            the model would not be exported as the folder has it.
     """
     device = mesh_device(mesh)
     if options.cpu_offload and device.type != "cuda":
         raise ValueError("policy.dtensor_cfg.cpu_offload: got true on device cpu; allowed only on cuda")
-    source = _read_on_rank0(folder, options.master_dtype)
-    plan = _broadcast_plan(source)
+    read = _read_on_rank0(folder, options.master_dtype)
+    plan = _broadcast_plan(read)
+    source = read[0] if isinstance(read, tuple) else None
     model = _build_on_meta(plan, options)
+    export_plan = make_export_plan(_build_on_meta(plan, options), plan.headers, options.compute_dtype)
     shard_model(model, mesh, options)
     model.to_empty(device="cpu" if options.cpu_offload else device)
     _tie(model, plan.tied)
     _receive_parameters(model, source)
     _receive_buffers(model, source, plan, device)
     model.eval()
-    return model
+    return model, export_plan
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
@@ -138,12 +149,14 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> list[n
     return wrapped
 
 
-def _read_on_rank0(folder: str, dtype: torch.dtype) -> PreTrainedModel | ValueError | None:
+def _read_on_rank0(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, ModelPlan] | ValueError | None:
     """The whole model on rank 0's host, None elsewhere. A failure is returned, so that every rank can raise it."""
     if dist.get_rank() != 0:
         return None
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model_class = find_model_class(AutoConfig.from_pretrained(folder))
+        loaded: Any = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        headers = read_headers(Path(folder))
     except Exception as error:  # noqa: BLE001 whatever it is, the other ranks wait for the outcome
         return ValueError(f"policy.model_name: cannot load {folder!r}: {error}")
     model: PreTrainedModel = loaded[0]
@@ -153,11 +166,11 @@ def _read_on_rank0(folder: str, dtype: torch.dtype) -> PreTrainedModel | ValueEr
         return ValueError(f"policy.model_name: {folder!r} lacks these weights or has them in another shape: {absent}")
     if info["unexpected_keys"]:
         logger.warning("%s: weights that the model does not use: %s", folder, sorted(info["unexpected_keys"]))
-    return model
+    return model, _make_plan(model, headers)
 
 
-def _broadcast_plan(source: PreTrainedModel | ValueError | None) -> ModelPlan:
-    box: list[Any] = [_make_plan(source) if isinstance(source, PreTrainedModel) else source]
+def _broadcast_plan(read: tuple[PreTrainedModel, ModelPlan] | ValueError | None) -> ModelPlan:
+    box: list[Any] = [read[1] if isinstance(read, tuple) else read]
     dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], ValueError):
         raise box[0]
@@ -165,7 +178,7 @@ def _broadcast_plan(source: PreTrainedModel | ValueError | None) -> ModelPlan:
     return plan
 
 
-def _make_plan(source: PreTrainedModel) -> ModelPlan:
+def _make_plan(source: PreTrainedModel, headers: Headers) -> ModelPlan:
     # Sharding renames the class; what is exported must carry the name that transformers knows.
     source.config.architectures = [type(source).__name__]
     return ModelPlan(
@@ -174,12 +187,13 @@ def _make_plan(source: PreTrainedModel) -> ModelPlan:
         conversions=cast(list[Any], source._weight_conversions),
         tied=dict(source.all_tied_weights_keys),
         buffers={name: (buffer.shape, buffer.dtype) for name, buffer in source.named_buffers()},
+        headers=headers,
     )
 
 
 def _build_on_meta(plan: ModelPlan, options: ShardOptions) -> PreTrainedModel:
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
+        model: Any = find_model_class(plan.config)._from_config(
             plan.config, dtype=options.master_dtype, attn_implementation=options.attention
         )
     if dict(model.all_tied_weights_keys) != plan.tied:
@@ -201,16 +215,14 @@ def _tie(model: nn.Module, tied: dict[str, str]) -> None:
         model.get_submodule(parent).register_parameter(leaf, model.get_parameter(source))
 
 
-def _receive_parameters(model: nn.Module, source: PreTrainedModel | ValueError | None) -> None:
-    full_state = source.state_dict() if isinstance(source, PreTrainedModel) else {}
+def _receive_parameters(model: nn.Module, source: PreTrainedModel | None) -> None:
+    full_state = source.state_dict() if source is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full_state, options=options)
 
 
-def _receive_buffers(
-    model: nn.Module, source: PreTrainedModel | ValueError | None, plan: ModelPlan, device: torch.device
-) -> None:
-    held = dict(source.named_buffers()) if isinstance(source, PreTrainedModel) else {}
+def _receive_buffers(model: nn.Module, source: PreTrainedModel | None, plan: ModelPlan, device: torch.device) -> None:
+    held = dict(source.named_buffers()) if source is not None else {}
     for name, (shape, dtype) in plan.buffers.items():
         value = held[name].to(device) if held else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value, src=0)

@@ -1,17 +1,18 @@
 """The refit as the driver leads it: order of events, what holds after success, what holds after a failure."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.config.schema import PolicyConfig, RefitConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.distributed.weight_transfer.process_group import TransferError
+from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.models.generation.interfaces import UpdatableGeneration
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
 from nemo_rl.utils.timer import Timer
@@ -71,7 +72,8 @@ class FakePolicy(PolicyInterface):
         raise AssertionError
 
     def export_hf(self, folder: str) -> None:
-        raise AssertionError
+        self.events.append("export")
+        Path(folder).mkdir()
 
     def shutdown(self) -> None:
         raise AssertionError
@@ -83,6 +85,7 @@ class FakeGeneration(UpdatableGeneration):
         self.versions = [0] * num_engines
         self.digests = [{"0/w": "a", "0/v": "b"} for _ in range(num_engines)]
         self.after_send: list[dict[str, str]] | None = None
+        self.after_load: list[dict[str, str]] | None = None
         self.end_failure: Exception | None = None
         self._num_new = num_engines
 
@@ -118,9 +121,15 @@ class FakeGeneration(UpdatableGeneration):
 
     def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
         self.events.append("checksums")
+        if self.after_load is not None and "load" in self.events:
+            return self.after_load
         if "send" in self.events and self.after_send is not None:
             return self.after_send
         return self.digests
+
+    def update_weights_from_disk(self, folder: str, deadline: Deadline) -> None:
+        assert Path(folder).is_dir()
+        self.events.append("load")
 
     def set_weight_version(self, version: int, deadline: Deadline) -> None:
         self.events.append(f"version {version}")
@@ -151,13 +160,21 @@ def generation(events: list[str]) -> FakeGeneration:
     return FakeGeneration(events)
 
 
-def make(policy: FakePolicy, generation: FakeGeneration, size_gb: float | None = None) -> Any:
+def make(
+    policy: FakePolicy,
+    generation: FakeGeneration,
+    size_gb: float | None = None,
+    verify: str = "engines",
+    export_folder: Path = Path("unused"),
+) -> Any:
     return create_weight_synchronizer(
         policy=policy,
         generation=generation,
         generation_backend="sglang",
         colocated=False,
         refit_buffer_size_gb=size_gb,
+        refit=RefitConfig.model_validate({"verify": verify}),
+        export_folder=export_folder,
     )
 
 
@@ -170,12 +187,12 @@ def test_first_refit_then_the_next(policy: FakePolicy, generation: FakeGeneratio
     first = ["pause", "checksums", "begin", "send", "end", "checksums", "version 1", "resume"]
     assert events == ["free memory", "connect [1, 1]", *first]
     assert not synchronizer.is_stale
-    assert timer.take().keys() == {"refit"}
+    assert timer.take().keys() == {"refit", "refit_verify"}
     events.clear()
     synchronizer.mark_stale()
     assert synchronizer.is_stale
     synchronizer.sync_weights()
-    assert events == ["pause", "begin", "send", "end", "version 2", "resume"]
+    assert events == ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
     metrics = synchronizer.metrics()
     assert metrics.pop("refit/megabytes_per_s") > 0
     assert metrics == {"refit/bytes": 6_000_000, "refit/buckets": 2, "refit/tensors": 3, "refit/weight_version": 2}
@@ -218,11 +235,67 @@ def test_a_first_refit_that_changes_a_digest_stops_the_run(
     generation.after_send = [{"0/w": "a", "0/v": "b"}, {"0/w": "a", "0/v": "other"}]
     synchronizer = make(policy, generation)
     synchronizer.init_communicator()
-    with pytest.raises(TransferError, match=r"engine 1: .* 1 of 2 tensors changed: 0/v"):
+    with pytest.raises(TransferError, match=r"engine 1: the first refit sent .* 1 of 2 tensors differ: 0/v"):
         synchronizer.sync_weights()
     assert "resume" not in events
     assert generation.versions == [0, 0]
     assert synchronizer.is_stale
+
+
+W1 = {"0/w": "c", "0/v": "d"}
+
+
+@pytest.mark.parametrize(
+    ("verify", "num_engines", "after_first"),
+    [
+        ("off", 1, []),
+        ("off", 2, []),
+        ("engines", 1, []),
+        ("engines", 2, ["checksums"]),
+        ("full", 1, ["checksums", "export", "load", "checksums"]),
+        ("full", 2, ["checksums", "export", "load", "checksums"]),
+    ],
+)
+def test_what_each_level_of_proof_asks(
+    events: list[str], tmp_path: Path, verify: str, num_engines: int, after_first: list[str]
+) -> None:
+    generation = FakeGeneration(events, num_engines)
+    synchronizer = make(FakePolicy(events), generation, verify=verify, export_folder=tmp_path / "export")
+    synchronizer.sync_weights()
+    assert events.count("checksums") == (3 if verify == "full" else 2)
+    events.clear()
+    generation.digests = [W1] * num_engines
+    synchronizer.sync_weights()
+    assert events == ["pause", "begin", "send", "end", *after_first, "version 2", "resume"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("verify", "after_send", "after_load", "says"),
+    [
+        ("engines", [W1, W1 | {"0/v": "e"}], None, "engine 1: .*compared with engine 0, 1 of 2 tensors differ: 0/v"),
+        ("engines", [W1, {"0/w": "c"}], None, "engine 1: .*compared with engine 0, 1 of 2 tensors differ: 0/v"),
+        ("full", [W1, W1], [W1, W1 | {"0/w": "e"}], "engine 1: .*exported folder, 1 of 2 tensors differ: 0/w"),
+    ],
+)
+def test_a_later_refit_that_is_not_proven_leaves_the_engines_unused(
+    events: list[str], tmp_path: Path, verify: str, after_send: Any, after_load: Any, says: str
+) -> None:
+    generation = FakeGeneration(events)
+    synchronizer = make(FakePolicy(events), generation, verify=verify, export_folder=tmp_path / "export")
+    synchronizer.sync_weights()
+    events.clear()
+    generation.after_send, generation.after_load = after_send, after_load
+    with pytest.raises(TransferError, match=says):
+        synchronizer.sync_weights()
+    assert "resume" not in events
+    assert synchronizer.is_stale
+    assert generation.versions == [1, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_off_as_yaml_reads_it() -> None:
+    assert RefitConfig.model_validate({"verify": False}).verify == "off"
 
 
 def test_a_new_engine_means_a_new_group(policy: FakePolicy, generation: FakeGeneration, events: list[str]) -> None:

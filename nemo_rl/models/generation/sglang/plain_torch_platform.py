@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -25,6 +26,8 @@ class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         register_attention_backend("torch_native")(_create_attention_backend)
+        # Linear attention puts its weights on this "device" (Qwen3-Next, Qwen3.5); without CUDA the call raises.
+        torch.cuda.current_device = torch.cpu.current_device  # type: ignore[assignment]
 
 
 def _create_attention_backend(model_runner: Any) -> Any:

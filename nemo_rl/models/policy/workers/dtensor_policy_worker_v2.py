@@ -20,8 +20,8 @@ from nemo_rl.distributed.weight_transfer.broadcast import (
 )
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.process_group import (
-    TransferError,
     WeightUpdateGroup,
     connect_rollout_engines_from_distributed,
     default_backend,
@@ -113,7 +113,7 @@ class DTensorPolicyWorkerV2:
             activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
         )
-        self.model = load_sharded_model(model_folder, mesh, options)
+        self.model, self.export_plan = load_sharded_model(model_folder, mesh, options)
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)
         self.scheduler = make_scheduler(self.optimizer, cfg.scheduler)
         frozen = ShardOptions(
@@ -123,7 +123,7 @@ class DTensorPolicyWorkerV2:
             attention=attention,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
         )
-        self.reference = load_sharded_model(model_folder, mesh, frozen) if loss_needs_reference else None
+        self.reference = load_sharded_model(model_folder, mesh, frozen)[0] if loss_needs_reference else None
         logger.info("rank %d of %d holds its shard of %s", rank, world_size, model_folder)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
@@ -147,7 +147,7 @@ class DTensorPolicyWorkerV2:
         """Write model and tokenizer; no rank returns before the folder is whole."""
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder) if self.tokenizer_folder else None
         try:
-            export_hf(self.model, tokenizer, folder, self.dtype)
+            export_hf(self.model, self.export_plan, tokenizer, folder, self.dtype)
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
@@ -189,14 +189,18 @@ class DTensorPolicyWorkerV2:
         Raises:
             TransferError: on every rank, with rank 0's reason; the group is then gone.
         """
+        if TARGET_DTYPES[target_precision] != self.dtype:
+            raise ValueError(
+                f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
+            )
         on_rank0(self._require_group)
-        group = self._update_group
+        group, manifest = self._update_group, self.export_plan.manifest
         deadline = Deadline(self._server_cfg.refit_timeout_s)
-        sender = BucketSender(rollout_engines, group, deadline) if group is not None else None
-        tensors = dtensor_params_generator(self.model, TARGET_DTYPES[target_precision])
+        sender = BucketSender(rollout_engines, group, manifest, deadline) if group is not None else None
+        tensors = dtensor_params_generator(self.model, self.export_plan)
         try:
             return broadcast_hf_buckets_via_distributed_impl(
-                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes), sender=sender
+                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest), sender=sender
             )
         except TransferError:
             if group is not None:

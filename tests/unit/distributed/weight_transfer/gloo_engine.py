@@ -1,6 +1,6 @@
 """A receiver without a server: real gloo, its ranks on threads of this process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from nemo_rl.distributed.weight_transfer.buckets import BucketHeader
+from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec
+
+
+def manifest_of(named: Sequence[tuple[str, torch.Tensor]]) -> Manifest:
+    """Of tensors that are made of themselves."""
+    return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype, (name,)) for name, tensor in named))
 
 
 class GlooEngine:

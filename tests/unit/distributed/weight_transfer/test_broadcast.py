@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_engine import GlooEngine, PerTensorEngine
+from gloo_engine import GlooEngine, PerTensorEngine, manifest_of
 
 from nemo_rl.distributed.weight_transfer.broadcast import BucketSender, broadcast_hf_buckets_via_distributed_impl
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.process_group import (
-    TransferError,
     WeightUpdateGroup,
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
@@ -41,8 +41,9 @@ def connect(engines: list[GlooEngine], timeout_s: float = 20.0, name: str = "ref
 def send_all(
     engines: list[GlooEngine], group: WeightUpdateGroup, buffer_size_bytes: int, timeout_s: float = 20.0
 ) -> BucketSender:
-    sender = BucketSender(engines, group, Deadline(timeout_s))
-    for bucket in iter_named_tensor_buckets(weights(), buffer_size_bytes):
+    manifest = manifest_of(weights())
+    sender = BucketSender(engines, group, manifest, Deadline(timeout_s))
+    for bucket in iter_named_tensor_buckets(weights(), buffer_size_bytes, manifest):
         sender.send(bucket)
     return sender
 
@@ -122,7 +123,7 @@ def test_an_engine_that_never_answers_ends_at_the_deadline() -> None:
     released.set()
 
 
-def trainer_rank(rank: int, folder: str, fails_at: int) -> None:
+def trainer_rank(rank: int, folder: str, fails_at: int, planned: list[tuple[str, torch.Tensor]]) -> None:
     """Two trainer ranks whose bucket iterator gathers; rank 0 sends."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     walked = []
@@ -134,13 +135,13 @@ def trainer_rank(rank: int, folder: str, fails_at: int) -> None:
             walked.append(name)
             yield name, parts[0]
 
-    sender = None
+    manifest, sender = manifest_of(planned), None
     if rank == 0:
         engine = GlooEngine("engine 0", on_bucket=lambda index: refuse("disk full") if index == fails_at else None)
-        sender = BucketSender([engine], connect([engine]), Deadline(20))
+        sender = BucketSender([engine], connect([engine]), manifest, Deadline(20))
     try:
         stats = broadcast_hf_buckets_via_distributed_impl(
-            bucket_iterator=iter_named_tensor_buckets(gathered(), 100), sender=sender
+            bucket_iterator=iter_named_tensor_buckets(gathered(), 100, manifest), sender=sender
         )
         outcome = f"sent {stats.num_tensors}"
     except TransferError as error:
@@ -151,7 +152,7 @@ def trainer_rank(rank: int, folder: str, fails_at: int) -> None:
 
 @pytest.mark.parametrize("fails_at", [-1, 0, 3])
 def test_every_rank_walks_it_all_and_ends_alike(tmp_path: Path, fails_at: int) -> None:
-    torch.multiprocessing.spawn(trainer_rank, (str(tmp_path), fails_at), nprocs=2)
+    torch.multiprocessing.spawn(trainer_rank, (str(tmp_path), fails_at, weights()), nprocs=2)
     outcomes = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
     (outcome,) = outcomes
     said, walked = outcome.rsplit("|", 1)
@@ -161,3 +162,22 @@ def test_every_rank_walks_it_all_and_ends_alike(tmp_path: Path, fails_at: int) -
     else:
         assert said.startswith(f"engine 0 failed at bucket {fails_at} (")
         assert said.endswith(": disk full")
+
+
+@pytest.mark.parametrize(
+    ("planned", "message"),
+    [
+        ([*weights(), ("w9", torch.zeros(2))], "1 tensors of the manifest were not sent: w9"),
+        (weights()[:-1], "bias was to be sent; the manifest does not hold it"),
+        ([("w0", torch.zeros(8, 16)), *weights()[1:]], r"w0 was to be sent as [8, 16] torch.bfloat16; "),
+        ([("old", torch.zeros(8, 16).bfloat16()), *weights()[1:]], "w0 was to be sent; the manifest does not hold it"),
+    ],
+    ids=["absent", "extra", "dtype", "renamed"],
+)
+def test_a_walk_that_is_not_the_plan_fails_by_name_on_every_rank(
+    tmp_path: Path, planned: list[tuple[str, torch.Tensor]], message: str
+) -> None:
+    torch.multiprocessing.spawn(trainer_rank, (str(tmp_path), -1, planned), nprocs=2)
+    (outcome,) = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
+    assert outcome.startswith(message)
+    assert outcome.endswith("|6")

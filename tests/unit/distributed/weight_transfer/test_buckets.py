@@ -1,33 +1,42 @@
 """Bucket edges and the flat layout, by exact values."""
 
 import torch
+from gloo_engine import manifest_of
 
-from nemo_rl.distributed.weight_transfer.buckets import flatten_bucket, iter_named_tensor_buckets, make_header
+from nemo_rl.distributed.weight_transfer.buckets import (
+    NamedTensor,
+    flatten_bucket,
+    iter_named_tensor_buckets,
+    make_header,
+)
 
 
-def tensors(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.Tensor]]:
-    return [(f"t{i}", torch.full((size,), i, dtype=dtype)) for i, size in enumerate(sizes)]
+def tensors(*sizes: int) -> list[NamedTensor]:
+    return [(f"t{i}", torch.full((size,), i, dtype=torch.bfloat16)) for i, size in enumerate(sizes)]
 
 
-def names(buckets: list[list[tuple[str, torch.Tensor]]]) -> list[list[str]]:
+def names(buckets: list[list[NamedTensor]]) -> list[list[str]]:
     return [[name for name, _ in bucket] for bucket in buckets]
 
 
-def test_buckets_are_full_but_not_over_in_the_order_given() -> None:
-    assert names(list(iter_named_tensor_buckets(tensors(4, 4, 4, 2), 16))) == [["t0", "t1"], ["t2", "t3"]]
+def buckets_of(named: list[NamedTensor], buffer_size_bytes: int) -> list[list[NamedTensor]]:
+    return list(iter_named_tensor_buckets(named, buffer_size_bytes, manifest_of(named)))
 
 
-def test_a_tensor_larger_than_the_buffer_travels_alone() -> None:
-    assert names(list(iter_named_tensor_buckets(tensors(1, 100, 1), 8))) == [["t0"], ["t1"], ["t2"]]
+def test_every_tensor_is_in_one_bucket_in_the_order_given() -> None:
+    assert names(buckets_of(tensors(4, 4, 4, 2), 16)) == [["t0", "t1"], ["t2", "t3"]]
 
 
 def test_no_tensors_no_bucket() -> None:
-    assert list(iter_named_tensor_buckets([], 8)) == []
+    assert buckets_of([], 8) == []
 
 
-def test_edges_depend_on_wire_size() -> None:
-    assert len(list(iter_named_tensor_buckets(tensors(4, 4, dtype=torch.float32), 16))) == 2
-    assert len(list(iter_named_tensor_buckets(tensors(4, 4, dtype=torch.bfloat16), 16))) == 1
+def test_a_walk_that_ends_early_or_late_is_walked_to_its_end() -> None:
+    manifest = manifest_of(tensors(4, 4, 4))
+    short = iter_named_tensor_buckets(tensors(4), 16, manifest)
+    assert names(list(short)) == [["t0"]]
+    long = iter_named_tensor_buckets(tensors(4, 4, 4, 1, 1), 16, manifest)
+    assert names(list(long)) == [["t0", "t1"], ["t2"], ["t3", "t4"]]
 
 
 def test_wider_dtypes_come_first_so_that_every_offset_is_aligned() -> None:
@@ -36,7 +45,7 @@ def test_wider_dtypes_come_first_so_that_every_offset_is_aligned() -> None:
         ("wide", torch.ones(2)),
         ("byte", torch.ones(1, dtype=torch.uint8)),
     ]
-    (bucket,) = iter_named_tensor_buckets(mixed, 1000)
+    (bucket,) = buckets_of(mixed, 1000)
     header = make_header(0, bucket, flattened=True)
     assert header.names == ("wide", "odd", "byte")
     assert header.dtypes == ("float32", "bfloat16", "uint8")

@@ -2,16 +2,18 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.export import dtensor_params_generator
+from nemo_rl.models.policy.export_plan import ExportPlan, make_export_plan, read_headers
 from nemo_rl.models.policy.interfaces import LossNormalizer
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
@@ -66,9 +68,33 @@ def moe_config() -> PretrainedConfig:
     )
 
 
-def write_model(folder: Path, config: PretrainedConfig, seed: int = 1) -> str:
+def glm_moe_config() -> PretrainedConfig:
+    """One dense and one MoE layer; the router has a float32 bias of 8 values, which is a buffer."""
+    return Glm4MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+    )
+
+
+def write_model(
+    folder: Path, config: PretrainedConfig, values: Mapping[str, torch.Tensor] | None = None, seed: int = 1
+) -> str:
+    """Write a random model; `values` replace single tensors."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, value in (values or {}).items():
+        model.state_dict()[name].copy_(value)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -159,7 +185,7 @@ def train_case(case: Case, rank: int, world_size: int) -> dict[str, Any]:
         "reference": worker.get_reference_policy_logprobs(parts[0])["reference_logprobs"],
         "after": worker.get_logprobs(parts[0])["logprobs"],
         "results": results,
-        "weights": {name: tensor.clone() for name, tensor in dtensor_params_generator(model, torch.float32)},
+        "weights": {name: tensor.clone() for name, tensor in dtensor_params_generator(model, exact_plan(worker, case))},
         "is_tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         "inv_freq": model.get_buffer("model.rotary_emb.inv_freq").clone(),
         "raw_names": [name for name, _ in model.named_modules()],
@@ -168,6 +194,11 @@ def train_case(case: Case, rank: int, world_size: int) -> dict[str, Any]:
     worker.export_hf(f"{case.folder}-{case.name}-{world_size}-export")
     worker.shutdown()
     return seen
+
+
+def exact_plan(worker: DTensorPolicyWorkerV2, case: Case) -> ExportPlan:
+    """Everything in float32, whatever the precision of the case."""
+    return make_export_plan(worker.export_plan.twin, read_headers(Path(case.folder)), torch.float32)
 
 
 def bad_step_is_refused(worker: DTensorPolicyWorkerV2, part: BatchedDataDict, rank: int) -> bool:

@@ -9,9 +9,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from nemo_rl.distributed.weight_transfer.errors import ManifestError
 from nemo_rl.models.policy.export import clean_name, dtensor_params_generator, export_hf
+from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
 
 CONFIGS = {
@@ -21,9 +24,10 @@ CONFIGS = {
 }
 
 
-def load(folder: str, mesh: DeviceMesh, *, checkpointing: bool = False) -> PreTrainedModel:
-    options = ShardOptions(compute_dtype=torch.bfloat16, activation_checkpointing=checkpointing)
-    return load_sharded_model(folder, mesh, options)
+def load(
+    folder: str, mesh: DeviceMesh, *, checkpointing: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[PreTrainedModel, ExportPlan]:
+    return load_sharded_model(folder, mesh, ShardOptions(compute_dtype=dtype, activation_checkpointing=checkpointing))
 
 
 def saved_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -35,7 +39,7 @@ def test_names_and_values_are_those_that_save_pretrained_writes(
     config: PretrainedConfig, tmp_path: Path, mesh: DeviceMesh
 ) -> None:
     folder = cases.write_model(tmp_path / "model", config)
-    sent = list(dtensor_params_generator(load(folder, mesh), torch.bfloat16))
+    sent = list(dtensor_params_generator(*load(folder, mesh)))
     names = [name for name, _ in sent]
     saved = saved_tensors(folder)
     assert len(names) == len(set(names))
@@ -49,7 +53,7 @@ def test_names_and_values_are_those_that_save_pretrained_writes(
 
 def test_fused_experts_are_sent_one_by_one(tmp_path: Path, mesh: DeviceMesh) -> None:
     folder = cases.write_model(tmp_path / "model", cases.moe_config())
-    sent = dict(dtensor_params_generator(load(folder, mesh), torch.float32))
+    sent = dict(dtensor_params_generator(*load(folder, mesh, dtype=torch.float32)))
     assert sent["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (24, 32)
     assert sent["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (32, 24)
     assert not any("gate_up_proj" in name for name in sent)
@@ -57,8 +61,8 @@ def test_fused_experts_are_sent_one_by_one(tmp_path: Path, mesh: DeviceMesh) -> 
 
 def test_a_tied_weight_is_sent_once(tmp_path: Path, mesh: DeviceMesh) -> None:
     folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
-    model = load(folder, mesh)
-    names = [name for name, _ in dtensor_params_generator(model, torch.bfloat16)]
+    model, plan = load(folder, mesh)
+    names = [name for name, _ in dtensor_params_generator(model, plan)]
     assert "lm_head.weight" in model.state_dict()
     assert names.count("model.embed_tokens.weight") == 1
     assert "lm_head.weight" not in names
@@ -67,11 +71,11 @@ def test_a_tied_weight_is_sent_once(tmp_path: Path, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("wrapping", ["checkpointing", "compile", "both"])
 def test_wrappers_leave_no_trace_in_names(wrapping: str, tmp_path: Path, mesh: DeviceMesh) -> None:
     folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
-    model = load(folder, mesh, checkpointing=wrapping != "compile")
+    model, plan = load(folder, mesh, checkpointing=wrapping != "compile")
     if wrapping != "checkpointing":
         model.model.layers[0] = torch.compile(model.model.layers[0])
         assert any("_orig_mod" in name for name in model.state_dict())
-    names = [name for name, _ in dtensor_params_generator(model, torch.bfloat16)]
+    names = [name for name, _ in dtensor_params_generator(model, plan)]
     assert set(names) == set(saved_tensors(folder))
 
 
@@ -90,23 +94,49 @@ def test_clean_name(raw: str, clean: str) -> None:
     assert clean_name(raw) == clean
 
 
-def test_persistent_buffers_are_sent_and_others_are_not(tmp_path: Path, mesh: DeviceMesh) -> None:
-    model = load(cases.write_model(tmp_path / "model", cases.dense_config(tied=True)), mesh)
+@pytest.mark.parametrize("as_dtensor", [False, True])
+def test_a_persistent_float32_buffer_arrives_exact_and_rotary_caches_do_not_travel(
+    as_dtensor: bool, tmp_path: Path, mesh: DeviceMesh
+) -> None:
     values = 6.9 + 0.01 * torch.arange(8, dtype=torch.float32)
-    model.model.layers[0].mlp.register_buffer("kept_bias", values)
-    model.model.layers[0].mlp.register_buffer("counter", torch.tensor([3], dtype=torch.int64))
-    model.model.layers[0].mlp.register_buffer("scratch", values, persistent=False)
-    sent = dict(dtensor_params_generator(model, torch.float32))
-    assert torch.equal(sent["model.layers.0.mlp.kept_bias"], values)
-    assert sent["model.layers.0.mlp.counter"].dtype == torch.int64
-    assert not any("scratch" in name or "inv_freq" in name for name in sent)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    folder = cases.write_model(tmp_path / "model", cases.glm_moe_config(), {name: values})
+    model, plan = load(folder, mesh)
+    gate = model.get_submodule(name.rpartition(".")[0])
+    assert gate.e_score_correction_bias.dtype == torch.float32
+    if as_dtensor:
+        gate.e_score_correction_bias = distribute_tensor(gate.e_score_correction_bias, mesh, [Shard(0)])
+    sent = dict(dtensor_params_generator(model, plan))
+    assert torch.equal(sent[name], values)
+    assert sent[name].dtype == torch.float32
+    assert {tensor.dtype for other, tensor in sent.items() if other != name} == {torch.bfloat16}
+    assert any("inv_freq" in other for other, _ in model.named_buffers())
+    assert not any("inv_freq" in other for other in sent)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_name_that_was_not_there_at_set_up_fails_the_walk_before_it_begins(
+    kind: str, tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    model, plan = load(cases.write_model(tmp_path / "model", cases.dense_config(tied=True)), mesh)
+    mlp = model.model.layers[0].mlp
+    if kind == "parameter":
+        mlp.up = mlp.up_proj
+        del mlp.up_proj
+        message = "gone are model.layers.0.mlp.up_proj.weight; new are model.layers.0.mlp.up.weight"
+    else:
+        mlp.register_buffer("late", torch.ones(1))
+        mlp.register_buffer("scratch", torch.ones(1), persistent=False)
+        message = "gone are none; new are model.layers.0.mlp.late"
+    with pytest.raises(ManifestError, match=f"changed since set-up: {message}$"):
+        next(dtensor_params_generator(model, plan))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_an_exported_folder_loads_with_equal_values(config: PretrainedConfig, tmp_path: Path, mesh: DeviceMesh) -> None:
     folder = cases.write_model(tmp_path / "model", config)
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    export_hf(load(folder, mesh), None, str(tmp_path / "out"), torch.bfloat16)
+    export_hf(*load(folder, mesh), None, str(tmp_path / "out"), torch.bfloat16)
     assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == 0o644
     after, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
@@ -123,9 +153,9 @@ def test_tokenizer_and_generation_config_are_exported(tmp_path: Path, mesh: Devi
     words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     tokenizer.chat_template = "{{ messages[0].content }}"
-    model = load(folder, mesh)
+    model, plan = load(folder, mesh)
     model.generation_config.max_length = 17
-    export_hf(model, tokenizer, str(tmp_path / "out"), torch.bfloat16)
+    export_hf(model, plan, tokenizer, str(tmp_path / "out"), torch.bfloat16)
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.get_vocab() == tokenizer.get_vocab()
     assert again.chat_template == tokenizer.chat_template

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def model(folder: str, mesh: DeviceMesh) -> PreTrainedModel:
-    return load_sharded_model(folder, mesh, FP32)
+    return load_sharded_model(folder, mesh, FP32)[0]
 
 
 def plain_logprobs(folder: str, ids: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -118,12 +118,12 @@ def test_soft_capping_after_the_head_is_kept(tmp_path: Path, mesh: DeviceMesh) -
     folder = cases.write_model(tmp_path / "gemma", config)
     ids = torch.arange(1, 13)[None]
     data = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([12]))
-    got = compute_logprobs(load_sharded_model(folder, mesh, FP32), data, micro_batch_size=1, temperature=1.0)
+    got = compute_logprobs(load_sharded_model(folder, mesh, FP32)[0], data, micro_batch_size=1, temperature=1.0)
     torch.testing.assert_close(got[:, 1:], plain_logprobs(folder, ids, 1.0), rtol=1e-5, atol=1e-5)
 
 
 def one_step(folder: str, mesh: DeviceMesh, batch: BatchedDataDict, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    model = load_sharded_model(folder, mesh, FP32)
+    model, _ = load_sharded_model(folder, mesh, FP32)
     optimizer = make_optimizer(model.parameters(), OptimizerConfig.model_validate({"kwargs": cases.ADAMW}))
     settings = {"micro_batch_size": 8, "temperature": 1.0, "max_grad_norm": None, **kwargs}
     result = train_on_batch(model, optimizer, None, batch, cases.WeightedLoss(), **settings)
@@ -180,7 +180,7 @@ def test_blocks_without_a_declared_class_are_the_longest_list(model: PreTrainedM
 
 
 def test_compute_runs_in_bf16_over_float32_shards(folder: str, mesh: DeviceMesh) -> None:
-    model = load_sharded_model(folder, mesh, ShardOptions(compute_dtype=torch.bfloat16))
+    model, _ = load_sharded_model(folder, mesh, ShardOptions(compute_dtype=torch.bfloat16))
     seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     layer = model.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, args, out: seen.update(up=(module.weight.dtype, out.dtype)))
