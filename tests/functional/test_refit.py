@@ -184,7 +184,7 @@ def wait_until_running(stack: Participants, num: int) -> None:
 
 def test_a_refused_bucket_fails_on_every_rank_and_the_next_refit_works(stack: Participants) -> None:
     version = stack.synchronizer.metrics()["refit/weight_version"]
-    group_name = f"nemo_rl_refit_{next(stack.policy._group_numbers) - 1}"
+    group_name = stack.policy._group_name
     ray.get(stack.generation.rollout_engines[0].actor.destroy_weights_update_group.remote(group_name))
     start_s = time.monotonic()
     with pytest.raises(TransferError, match=rf"engine 0 at http.* failed at bucket 0 .*Group {group_name} not in"):

@@ -10,7 +10,14 @@ them in another dtype, or all of itself in float32. Where an engine does not, it
 """
 
 JOINED_TENSORS = (
-    # Multi-head latent attention: one matrix on the engine, joined only when both come in one call.
-    re.compile(r"(?:q_a_proj|kv_a_proj_with_mqa)\."),
+    # Multi-head latent attention (DeepSeek and its kin; Dots3 joins a gate, too).
+    re.compile(r"(.*\.)(?:q_a_proj|kv_a_proj_with_mqa|g_proj)\."),
+    # DeepSeek-V4: the compressor, and attention.
+    re.compile(r"(.*\.compressor\.)(?:wkv|wgate)\."),
+    re.compile(r"(.*\.)(?:wq_a|wkv)\."),
+    # Vision towers of MiniMax-VL.
+    re.compile(r"(.*vision_model\.encoder\.layers\.\d+\.self_attn\.)[qkv]_proj\."),
 )
-"""Tensors with equal text before the match are loaded right only when one bucket holds them all."""
+"""One matrix on the engine, whose parts it joins only when they come in one call; a part that comes alone is dropped
+without a word. Tensors with an equal first group of the first pattern that matches belong together.
+"""

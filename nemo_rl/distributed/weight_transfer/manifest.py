@@ -129,8 +129,5 @@ def _joined_runs(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 def _join_of(name: str) -> str | None:
     """What the tensors that the engine joins with this one have in common; None: it joins none."""
-    for pattern in JOINED_TENSORS:
-        match = pattern.search(name)
-        if match:
-            return f"{name[: match.start()]} {pattern.pattern}"
-    return None
+    match = next((match for pattern in JOINED_TENSORS if (match := pattern.match(name))), None)
+    return match and f"{match.group(1)} {match.re.pattern}"

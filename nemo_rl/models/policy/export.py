@@ -35,11 +35,11 @@ def dtensor_params_generator(model: PreTrainedModel, plan: ExportPlan) -> Iterat
     """
     state = {clean_name(name): value.detach() for name, value in model.state_dict().items()}
     _check_sources(model, state, plan)
-    for sources, specs in plan.manifest.by_sources():
+    for group, (_, specs) in zip(plan.groups, plan.manifest.by_sources(), strict=True):
         # Cast before the gather: bf16 moves half the bytes of the float32 shards.
         dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
-        gathered = {name: _gather(state[name].to(dtype)) for name in sources}
-        made = plan.to_checkpoint(gathered)
+        gathered = {name: _gather(state[name].to(dtype)) for name in group.sources}
+        made = group.to_checkpoint(gathered, plan.twin)
         del gathered
         for spec in specs:
             tensor = made.pop(spec.name)

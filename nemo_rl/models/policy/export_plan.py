@@ -9,21 +9,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from nemo_rl.distributed.weight_transfer.engine_rules import FLOAT32_TENSORS
 from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec, listed
+from nemo_rl.models.model_source import find_model_class
+from nemo_rl.models.policy.conversions import TensorGroup, group_tensors, lost_names
 
 Headers = Mapping[str, tuple[tuple[int, ...], str]]
 """Checkpoint name -> shape, and dtype as safetensors names it: `BF16`."""
@@ -34,14 +30,12 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 @dataclass(frozen=True)
 class ExportPlan:
     manifest: Manifest
+    groups: tuple[TensorGroup, ...]
+    """What the manifest's tensors are made of, in its order."""
     twin: PreTrainedModel
-    """The model on meta, neither sharded nor wrapped. Conversions ask its class, its config and its shapes: sharding
-    renames the class, after which transformers no longer knows the conversions.
+    """The model on meta, neither sharded nor wrapped. Sharding renames the class, after which transformers no longer
+    knows the conversions.
     """
-
-    def to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Module tensors that belong together -> checkpoint tensors, in the model's own layout."""
-        return revert_weight_conversion(self.twin, tensors)
 
 
 def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -57,6 +51,37 @@ def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return headers
 
 
+def check_checkpoint(folder: Path, dtype: torch.dtype) -> None:
+    """Do on meta, in a second and without reading weights, what the trainer ranks will do with the folder.
+
+    Raises:
+        ValueError: weights that are absent or do not fit, or that could not be sent as the folder has them; by name.
+    """
+    headers = read_headers(folder)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # the table that loading would print is in the error below
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = find_model_class(AutoConfig.from_pretrained(folder)).from_pretrained(
+            folder, dtype=dtype, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    check_loaded(folder, loaded[1])
+    make_export_plan(loaded[0], headers, dtype)
+
+
+def check_loaded(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise ValueError when transformers has filled in weights of its own."""
+    absent = [str(name) for name in sorted(info["missing_keys"])]
+    misfit = [f"{name} {list(held)} instead of {list(asked)}" for name, held, asked in sorted(info["mismatched_keys"])]
+    if absent or misfit:
+        raise ValueError(
+            f"policy.model_name: {folder} lacks weights or has them in another shape than the model: "
+            f"{listed([*absent, *misfit])}"
+        )
+
+
 def make_export_plan(twin: PreTrainedModel, headers: Headers, dtype: torch.dtype) -> ExportPlan:
     """Plan what is exported of `twin`, floating tensors in `dtype`.
 
@@ -69,73 +94,30 @@ def make_export_plan(twin: PreTrainedModel, headers: Headers, dtype: torch.dtype
         ValueError: a name, shape or dtype that no rule covers, by name.
     """
     state = {name: tensor for name, tensor in twin.state_dict().items() if name not in twin.all_tied_weights_keys}
-    conversions = _Conversions(twin)
     is_mixed = any(on_disk in ("BF16", "F16") for _, on_disk in headers.values())
     float32 = {name for name, (_, on_disk) in headers.items() if is_mixed and on_disk == "F32"}
-    specs, problems = [], []
-    for sources in conversions.groups(list(state)):
-        for name, tensor in revert_weight_conversion(twin, {source: state[source] for source in sources}).items():
+    groups = group_tensors(twin, list(state))
+    specs, problems, made = [], [], set()
+    for group in groups:
+        for name, tensor in group.to_checkpoint(state, twin).items():
+            made.add(name)
             is_exact = name in float32 or FLOAT32_TENSORS.search(name) is not None
             floating = torch.float32 if is_exact else dtype
             wire_dtype = floating if tensor.is_floating_point() else tensor.dtype
-            spec = TensorSpec(name, tuple(tensor.shape), wire_dtype, sources)
+            spec = TensorSpec(name, tuple(tensor.shape), wire_dtype, group.sources)
             try:
-                specs.append(_reconciled(spec, headers, conversions))
+                specs.append(_reconciled(spec, headers, group))
             except ValueError as error:
                 problems.append(str(error))
-    problems += conversions.lost(headers, {spec.name for spec in specs}, twin.state_dict())
+    problems += lost_names(twin, list(headers), made)
     if problems:
         raise ValueError(
             f"policy.model_name: {type(twin).__name__} cannot be sent as its checkpoint has it: {listed(problems)}"
         )
-    return ExportPlan(Manifest(tuple(specs)), twin)
+    return ExportPlan(Manifest(tuple(specs)), tuple(groups), twin)
 
 
-class _Conversions:
-    """The transforms with which a model was loaded, in both directions."""
-
-    def __init__(self, twin: PreTrainedModel):
-        self._twin = twin
-        used: list[WeightTransform] = twin._weight_conversions  # type: ignore[assignment]
-        self._forward = _split(used)
-        self._backward = _split([transform.reverse_transform() for transform in reversed(used)])
-
-    def groups(self, names: list[str]) -> list[tuple[str, ...]]:
-        """Module names that have to be reversed together, in the order of their first."""
-        groups: dict[str, list[str]] = {}
-        for name in names:
-            target, _ = rename_source_key(name, *self._backward, reverse=True)
-            groups.setdefault(target, []).append(name)
-        return [tuple(group) for group in groups.values()]
-
-    def may_transpose(self, sources: tuple[str, ...]) -> bool:
-        return any(
-            isinstance(operation, Transpose)
-            for converter in self._backward[1]
-            for operation in converter.operations
-            if any(converter.rename_source_key(name)[1] is not None for name in sources)
-        )
-
-    def lost(self, headers: Headers, sent: set[str], state: Mapping[str, torch.Tensor]) -> list[str]:
-        """Complaints about tensors on disk that the model loads, yet would not send under that name."""
-        prefix = self._twin.base_model_prefix
-        tied = self._twin.all_tied_weights_keys
-        complaints = []
-        for name in headers.keys() - sent:
-            target, pattern = rename_source_key(name, *self._forward, prefix, dict(state))
-            if target in state and target not in tied and pattern is None:
-                complaints.append(f"{name}: on disk and loaded as {target}, but not among what is sent")
-        return sorted(complaints)
-
-
-def _split(transforms: list[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    return (
-        [transform for transform in transforms if isinstance(transform, WeightRenaming)],
-        [transform for transform in transforms if isinstance(transform, WeightConverter)],
-    )
-
-
-def _reconciled(spec: TensorSpec, headers: Headers, conversions: _Conversions) -> TensorSpec:
+def _reconciled(spec: TensorSpec, headers: Headers, group: TensorGroup) -> TensorSpec:
     """The spec as the disk has it; raises ValueError when no rule leads there."""
     if spec.name not in headers:
         raise ValueError(f"{spec.describe()}: the checkpoint holds no such name")
@@ -145,6 +127,6 @@ def _reconciled(spec: TensorSpec, headers: Headers, conversions: _Conversions) -
     if shape == spec.shape:
         return spec
     is_swapped = len(shape) > 1 and shape == (*spec.shape[:-2], spec.shape[-1], spec.shape[-2])
-    if is_swapped and conversions.may_transpose(spec.sources):
+    if is_swapped and group.transposes:
         return TensorSpec(spec.name, shape, spec.dtype, spec.sources, transposed=True)
     raise ValueError(f"{spec.describe()}: the checkpoint holds it as {list(shape)}")

@@ -1,7 +1,7 @@
 """The policy as the driver sees it: one worker per trainer rank."""
 
-import itertools
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Policy(PolicyInterface):
         self.cfg = cfg
         self._worker_class = worker_class
         self._workers: RayWorkerGroup | None = None
-        self._group_numbers = itertools.count()
+        self._group_name = ""
 
     def launch(
         self,
@@ -97,13 +97,14 @@ class Policy(PolicyInterface):
     def connect_sglang_rollout_engines_distributed(
         self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
     ) -> None:
+        # A name of its own each time: an engine refuses a name that it still holds, from whichever policy.
+        self._group_name = group_name or f"nemo_rl_refit_{uuid.uuid4().hex[:8]}"
         self.workers.run(
             "connect_sglang_rollout_engines_distributed",
             timeout_s=self._refit_timeout_s,
             rollout_engines=rollout_engines,
             engine_gpu_counts=engine_gpu_counts,
-            # A name of its own each time: an engine refuses a name that it still holds.
-            group_name=group_name or f"nemo_rl_refit_{next(self._group_numbers)}",
+            group_name=self._group_name,
         )
 
     def update_weights_to_sglang_distributed(

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.model_source import find_model_class
-from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan, read_headers
+from nemo_rl.models.policy.export_plan import ExportPlan, Headers, check_loaded, make_export_plan, read_headers
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks: those that the model class must not split, else the longest list of modules."""
+    """The transformer blocks: those that the model class must not split, else the longest list of modules.
+
+    Of blocks within blocks the outer ones: a block is sharded whole.
+    """
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if blocks:
-        return blocks
+        inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+        return [block for block in blocks if id(block) not in inner]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"policy.model_name: {type(model).__name__} has no list of transformer blocks to shard")
@@ -161,9 +165,10 @@ def _read_on_rank0(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Mo
         return ValueError(f"policy.model_name: cannot load {folder!r}: {error}")
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if absent:
-        return ValueError(f"policy.model_name: {folder!r} lacks these weights or has them in another shape: {absent}")
+    try:
+        check_loaded(Path(folder), info)
+    except ValueError as error:
+        return error
     if info["unexpected_keys"]:
         logger.warning("%s: weights that the model does not use: %s", folder, sorted(info["unexpected_keys"]))
     return model, _make_plan(model, headers)
@@ -183,7 +188,7 @@ def _make_plan(source: PreTrainedModel, headers: Headers) -> ModelPlan:
     source.config.architectures = [type(source).__name__]
     return ModelPlan(
         config=source.config,
-        generation_config=source.generation_config,
+        generation_config=source.generation_config if source.can_generate() else GenerationConfig(),
         conversions=cast(list[Any], source._weight_conversions),
         tied=dict(source.all_tied_weights_keys),
         buffers={name: (buffer.shape, buffer.dtype) for name, buffer in source.named_buffers()},

@@ -1,5 +1,6 @@
 """One trainer rank: a shard of the policy, its optimizer, and on demand a shard of the frozen reference."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,24 +107,20 @@ class DTensorPolicyWorkerV2:
         )
         is_short = self.device.type == "cpu" and cfg.max_total_sequence_length <= CPU_EAGER_TOKENS
         attention = "eager" if is_short else None
-        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=(DP_AXIS,))
-        options = ShardOptions(
+        self.mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=(DP_AXIS,))
+        self.shard_options = ShardOptions(
             compute_dtype=self.dtype,
             attention=attention,
             activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
         )
-        self.model, self.export_plan = load_sharded_model(model_folder, mesh, options)
+        self.model, self.export_plan = load_sharded_model(model_folder, self.mesh, self.shard_options)
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)
         self.scheduler = make_scheduler(self.optimizer, cfg.scheduler)
-        frozen = ShardOptions(
-            compute_dtype=self.dtype,
-            master_dtype=self.dtype,
-            trainable=False,
-            attention=attention,
-            cpu_offload=cfg.dtensor_cfg.cpu_offload,
+        frozen = dataclasses.replace(
+            self.shard_options, master_dtype=self.dtype, trainable=False, activation_checkpointing=False
         )
-        self.reference = load_sharded_model(model_folder, mesh, frozen)[0] if loss_needs_reference else None
+        self.reference = load_sharded_model(model_folder, self.mesh, frozen)[0] if loss_needs_reference else None
         logger.info("rank %d of %d holds its shard of %s", rank, world_size, model_folder)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:

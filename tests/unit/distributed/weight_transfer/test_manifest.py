@@ -55,6 +55,23 @@ def test_what_the_engine_joins_stays_in_one_bucket_however_small(prefix: str) ->
     assert layers(2, *tensors).bucket_lengths(1) == [4, 1, 4, 1]
 
 
+@pytest.mark.parametrize(
+    ("names", "lengths"),
+    [
+        (["attn.wq_a", "attn.q_norm", "attn.wkv", "attn.wo_b"], [3, 1]),
+        (["attn.compressor.wgate", "attn.compressor.ape", "attn.compressor.wkv", "attn.wkv"], [3, 1]),
+        (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], [1, 1, 1]),
+    ],
+)
+def test_joins_of_other_families(names: list[str], lengths: list[int]) -> None:
+    assert layers(2, *[(name, 4) for name in names]).bucket_lengths(1) == lengths * 2
+
+
+def test_vision_attention_that_the_engine_joins() -> None:
+    prefix = "vision_tower.vision_model.encoder.layers.{}.self_attn.{}_proj.weight"
+    assert manifest(*[(prefix.format(i, part), 4) for i in range(2) for part in "kvq"]).bucket_lengths(1) == [3, 3]
+
+
 def test_joined_tensors_of_two_layers_are_two_joins() -> None:
     names = [f"model.layers.{i}.self_attn.{name}.weight" for i in range(2) for name in (ATTENTION[0], ATTENTION[3])]
     assert manifest(*[(name, 4) for name in names]).bucket_lengths(1) == [2, 2]

@@ -1,0 +1,241 @@
+"""Real engines and FSDP2 trainers of 1 and 2 ranks, to which families come one after the other."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import ray
+import torch
+from family import Family, write_checkpoint
+from transformers import AutoTokenizer
+from vision_requests import make_generate_body, make_picture, read_logprobs, read_token_ids
+
+from nemo_rl.config.layout import Layout
+from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.manifest import Manifest
+from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.parallelize import load_sharded_model
+from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
+
+# Ray's workers do not have this folder on their path.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+RANK_COUNTS = (1, 2)
+CONSTANTS = (".axis_map", ".position_ids", "model.normalizer")
+"""Buffers that the engine makes of the config: no checkpoint changes them."""
+BUCKET_BYTES = (1, 2**20, 2**30)
+"""One tensor, or what the engine joins; 1 MiB; the whole model."""
+TIMEOUT_S = 120.0
+Digests = dict[str, str]
+
+
+class FamilyWorker(DTensorPolicyWorkerV2):
+    def load(self, folder: str) -> Manifest:
+        """Take another checkpoint in the place of the one that the worker was made with."""
+        self.model, self.export_plan = load_sharded_model(folder, self.mesh, self.shard_options)
+        return self.export_plan.manifest
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one family showed."""
+
+    family: str
+    num_tensors: int
+    num_bytes: int
+    num_renamed: int
+    num_digests: int
+    unmoved: tuple[str, ...]
+    """Digests that are the same for both checkpoints and so tell nothing, but for constants."""
+    num_equal: int
+    """Digests equal to those of the checkpoint loaded from disk, in the worst of all refits."""
+    num_refits: int
+    answers: str
+    """What `/generate` was asked and answered as after a load from disk."""
+    refit_s: float
+    """Of the whole model in one bucket, from 2 ranks."""
+    total_s: float
+
+
+class EngineRig:
+    def __init__(self, log_folder: Path):
+        self._folder = log_folder
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "EngineRig":
+        with contextlib.ExitStack() as stack:
+            # The health check generates a token, which ends an engine that can only hold weights.
+            no_generation = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+            stack.enter_context(mock.patch.dict(os.environ, no_generation))
+            start_ray(device="cpu", num_slots=1 + sum(RANK_COUNTS), num_nodes=1)
+            stack.callback(ray.shutdown)
+            self._engine_slot = self._cluster("engine", 1)
+            self._policies = {num: Policy(cfg=self._config(()), worker_class=FamilyWorker) for num in RANK_COUNTS}
+            self._started: set[int] = set()
+            for policy in self._policies.values():
+                stack.callback(policy.shutdown)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def prove(self, family: Family) -> Row:
+        """Write two checkpoints, start the engine on the first and send both in every way.
+
+        Raises:
+            AssertionError: the engine loads from disk what it then does not hold, or answers otherwise than after a
+                load from disk.
+        """
+        start_s = time.monotonic()
+        folder = self._folder / family.architecture / str(int(time.monotonic_ns()))
+        folders = [folder / name for name in ("w0", "w1")]
+        for seed, target in enumerate(folders):
+            write_checkpoint(family, target, seed=seed)
+        with self._engine(family, folders[0], folder) as generation:
+            return self._prove(family, generation, folders, start_s)
+
+    def _prove(self, family: Family, generation: SGLangGeneration, folders: list[Path], start_s: float) -> Row:
+        first = _digests(generation)
+        generation.update_weights_from_disk(str(folders[1]), Deadline(TIMEOUT_S))
+        second, answers = _digests(generation), _ask(family, generation)
+        _restore(generation, folders[0], first)
+        equal, seconds = [], math.nan
+        for num_ranks in RANK_COUNTS:
+            manifest = self._load(num_ranks, folders[1])
+            self._connect(num_ranks, generation)
+            for bucket_bytes in BUCKET_BYTES:
+                seconds = self._refit(num_ranks, generation, bucket_bytes)
+                equal.append(_num_equal(second, _digests(generation)))
+                assert _ask(family, generation) == answers, f"{family.name}: another answer than after a load from disk"
+                _restore(generation, folders[0], first)
+        generation.update_weights_from_disk(str(folders[1]), Deadline(TIMEOUT_S))
+        self._load(2, folders[0])
+        self._refit(2, generation, BUCKET_BYTES[1])
+        equal.append(_num_equal(first, _digests(generation)))
+        for policy in self._policies.values():
+            policy.disconnect_sglang_rollout_engines_distributed()
+        return Row(
+            family=family.name,
+            num_tensors=len(manifest.specs),
+            num_bytes=manifest.num_bytes,
+            num_renamed=sum((spec.name,) != spec.sources for spec in manifest.specs),
+            num_digests=len(first),
+            unmoved=tuple(name for name in first if first[name] == second[name] and not name.endswith(CONSTANTS)),
+            num_equal=min(equal),
+            num_refits=len(equal),
+            answers=", ".join(answers),
+            refit_s=seconds,
+            total_s=time.monotonic() - start_s,
+        )
+
+    def _load(self, num_ranks: int, folder: Path) -> Manifest:
+        policy = self._policies[num_ranks]
+        if num_ranks not in self._started:
+            policy.launch(
+                self._cluster(f"trainers{num_ranks}", num_ranks),
+                model_folder=folder,
+                device="cpu",
+                needs_reference=False,
+                seed=0,
+                log_folder=self._folder,
+            )
+            self._started.add(num_ranks)
+        manifests = policy.workers.run("load", timeout_s=TIMEOUT_S, folder=str(folder))
+        assert all(manifest == manifests[0] for manifest in manifests)
+        manifest: Manifest = manifests[0]
+        return manifest
+
+    def _connect(self, num_ranks: int, generation: SGLangGeneration) -> None:
+        self._policies[num_ranks].connect_sglang_rollout_engines_distributed(
+            rollout_engines=generation.rollout_engines, engine_gpu_counts=generation.engine_gpu_counts
+        )
+
+    def _refit(self, num_ranks: int, generation: SGLangGeneration, bucket_bytes: int) -> float:
+        """Seconds."""
+        deadline = Deadline(TIMEOUT_S)
+        generation.pause(deadline)
+        start_s = time.monotonic()
+        generation.begin_weight_update(deadline)
+        self._policies[num_ranks].update_weights_to_sglang_distributed(
+            rollout_engines=generation.rollout_engines, buffer_size_bytes=bucket_bytes
+        )
+        generation.end_weight_update(deadline)
+        seconds = time.monotonic() - start_s
+        generation.resume(deadline)
+        return seconds
+
+    def _cluster(self, name: str, num_bundles: int) -> RayVirtualCluster:
+        return RayVirtualCluster(name=name, num_bundles=num_bundles, slots_per_bundle=1, device="cpu")
+
+    @contextlib.contextmanager
+    def _engine(self, family: Family, model_folder: Path, log_folder: Path) -> Iterator[SGLangGeneration]:
+        layout = Layout(num_nodes=1, num_train_slots=1, num_engines=1, num_slots_per_engine=1)
+        generation = SGLangGeneration(cfg=self._config(family.server_args), layout=layout, device="cpu")
+        try:
+            generation.launch(
+                self._engine_slot,
+                model_folder=model_folder,
+                tokenizer=AutoTokenizer.from_pretrained(model_folder),
+                log_folder=log_folder,
+            )
+            generation.wait_ready()
+            yield generation
+        finally:
+            generation.shutdown()
+
+    def _config(self, server_args: tuple[str, ...]) -> PolicyConfig:
+        server = {"sglang_server_concurrency": 4, "startup_timeout_s": 300.0, "extra_args": list(server_args)}
+        return PolicyConfig.model_validate(
+            {
+                "model_name": "tiny",
+                "train_global_batch_size": 2,
+                "train_micro_batch_size": 1,
+                "max_total_sequence_length": 512,
+                "generation": {"max_new_tokens": 16, "sglang_cfg": {"sglang_server_config": server}},
+            }
+        )
+
+
+def _digests(generation: SGLangGeneration) -> Digests:
+    (digests,) = generation.weight_checksums(Deadline(TIMEOUT_S))
+    return digests
+
+
+def _restore(generation: SGLangGeneration, folder: Path, expected: Digests) -> None:
+    generation.update_weights_from_disk(str(folder), Deadline(TIMEOUT_S))
+    assert _digests(generation) == expected, "loading the first checkpoint again does not restore it"
+
+
+def _num_equal(expected: Digests, found: Digests) -> int:
+    assert expected.keys() == found.keys()
+    return sum(expected[name] == found[name] for name in expected)
+
+
+def _ask(family: Family, generation: SGLangGeneration) -> dict[str, Any]:
+    """Tokens and log-probs of a greedy answer to a text, and to a picture where the family takes one."""
+    if not family.generates:
+        return {}
+    pictures = {"text": None} | ({"image": make_picture(0)} if family.image_prompt else {})
+    url = generation.rollout_engines[0].name.rpartition(" ")[2]
+    answers = {}
+    for kind, picture in pictures.items():
+        response = httpx.post(f"{url}/generate", json=make_generate_body(family, picture=picture), timeout=TIMEOUT_S)
+        assert response.status_code == 200, f"{family.name}: {response.text}"
+        answer = response.json()
+        logprobs = read_logprobs(answer)
+        assert torch.isfinite(torch.tensor(logprobs)).all(), f"{family.name}: {logprobs}"
+        answers[kind] = (read_token_ids(answer), logprobs)
+    return answers
