@@ -11,7 +11,11 @@ _SERVER = "policy.generation.sglang_cfg.sglang_server_config"
 RESERVED_ARGS = (
     "--model-path", "--tokenizer-path", "--host", "--port", "--nccl-port", "--dtype", "--tp-size", "--tp",
     "--tensor-parallel-size", "--random-seed", "--device", "--quantization", "--kv-cache-dtype", "--weight-version",
-    "--pp-size", "--pipeline-parallel-size", "--config",
+    "--pp-size", "--pipeline-parallel-size", "--config", "--api-key", "--admin-api-key",
+    # Front ends that ask for no key, or none that SGLang gives the keys to.
+    "--encoder-only", "--grpc-mode", "--grpc-port", "--smg-grpc-mode", "--sidecar", "--tokenizer-worker-num", "--use-ray",
+    # It writes both keys to disk.
+    "--crash-dump-folder",
 )  # fmt: skip
 """Arguments of the server that repeat or contradict what the program sets."""
 RESERVED_PREFIX = "--speculative"

@@ -129,6 +129,37 @@ class SGLangServerConfig(Section):
     """Passed to `sglang.launch_server` as they are, after ours; none of what other keys set."""
 
 
+class SGLangRouterConfig(Section):
+    """The router in front of several engines; with one engine there is none."""
+
+    policy: Literal["manual", "cache_aware", "consistent_hashing", "round_robin", "random", "power_of_two"] = "manual"
+    """Which engine a request goes to. `manual`: all samples of a prompt to one, the least loaded when the first comes;
+    `consistent_hashing`: all samples of a prompt to one, by hash; `cache_aware`: where a like prefix is cached."""
+    cache_threshold: Fraction = 0.3
+    """Of `cache_aware`: least part of a prompt that an engine must have seen to be chosen for its cache."""
+    balance_abs_threshold: Annotated[int, Field(ge=0)] = 64
+    """Of `cache_aware`: the load is out of balance when two engines differ by more requests than this, and ..."""
+    balance_rel_threshold: Annotated[float, Field(ge=1.0)] = 1.5
+    """... by more than this factor."""
+
+
+class SGLangFaultToleranceConfig(Section):
+    use_fault_tolerance: bool = False
+    """Replace an engine that dies, hangs, or may hold a part of new weights, and go on; false: the run ends with an error."""
+    health_check_interval_s: TimeoutS = 10.0
+    """Between two checks of an engine. None is made while a refit owns the engines."""
+    health_check_timeout_s: TimeoutS = 30.0
+    """Until one check must answer."""
+    health_check_first_wait_s: Annotated[float, Field(ge=0.0, le=604_800.0)] = 30.0
+    """Before the first check of the run: a first answer may have to compile."""
+    health_check_max_failures: PositiveInt = 3
+    """An engine that fails so many checks in a row is taken for dead."""
+    max_replacements: Annotated[int, Field(ge=0)] = 10
+    """Engines that may be replaced in the whole run; the next failure ends it."""
+    max_request_retries: Annotated[int, Field(ge=0)] = 3
+    """Times that one request is sent again after its engine has failed."""
+
+
 class SGLangQuantizationConfig(Section):
     scheme: str = "bf16"
     """Of the engines; `bf16`: weights as the policy sends them."""
@@ -136,6 +167,8 @@ class SGLangQuantizationConfig(Section):
 
 class SGLangConfig(Section):
     sglang_server_config: SGLangServerConfig = SGLangServerConfig()
+    sglang_router_config: SGLangRouterConfig = SGLangRouterConfig()
+    sglang_fault_tolerance_config: SGLangFaultToleranceConfig = SGLangFaultToleranceConfig()
     quantization: SGLangQuantizationConfig = SGLangQuantizationConfig()
 
 

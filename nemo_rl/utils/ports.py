@@ -15,17 +15,24 @@ class ReservedPort(AbstractContextManager["ReservedPort"]):
     def __init__(self, host: str) -> None:
         """Bind a free port.
 
+        Args:
+            host: IPv4 or IPv6 address, or a name.
+
         Raises:
             OSError: `host` is not an address of this machine.
         """
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self.family: socket.AddressFamily
+        self.family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(self.family, kind, protocol)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((host, 0))
+            self._socket.bind(address)
         except OSError:
             self._socket.close()
             raise
-        self.number: int = self._socket.getsockname()[1]
+        self.address: str
+        self.number: int
+        self.address, self.number = self._socket.getsockname()[:2]
 
     def release(self) -> None:
         """Idempotent."""

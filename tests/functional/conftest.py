@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_config import HOST, make_policy_config
+from engine_config import HOST, OneEngine, make_policy_config
 
+from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
@@ -21,8 +22,20 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def engine_keys() -> AccessKeys:
+    """Of the shared server."""
+    return AccessKeys.make()
+
+
+@pytest.fixture(scope="session")
+def engine_log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the shared server writes its log, `sglang_engine_0.log`."""
+    return tmp_path_factory.mktemp("engine_log")
+
+
+@pytest.fixture(scope="session")
 def shared_engine(
-    tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model_folder: Path, engine_keys: AccessKeys, engine_log_folder: Path
 ) -> Iterator[SGLangGenerationWorker]:
     """One real server on `tiny_model_folder`. A test leaves it as it found it: weights, version, not paused."""
     worker = SGLangGenerationWorker(
@@ -31,8 +44,9 @@ def shared_engine(
         model_folder=str(tiny_model_folder),
         tokenizer_folder=None,
         device="cpu",
-        log_dir=str(tmp_path_factory.mktemp("engine_log")),
+        log_dir=str(engine_log_folder),
         host=HOST,
+        keys=engine_keys,
     )
     try:
         worker.start()
@@ -42,11 +56,14 @@ def shared_engine(
 
 
 @pytest.fixture
-def make_generation(shared_engine: SGLangGenerationWorker, tiny_model_folder: Path) -> Callable[..., EngineSampler]:
+def make_generation(
+    shared_engine: SGLangGenerationWorker, tiny_model_folder: Path, engine_keys: AccessKeys
+) -> Callable[..., EngineSampler]:
     """Makes the driver's handle on the shared server, with settings of `policy.generation`."""
 
     def make(*, server: dict[str, Any] | None = None, **generation: Any) -> EngineSampler:
         config = make_policy_config(tiny_model_folder, server=server, **generation)
-        return EngineSampler(cfg=config, urls=[shared_engine.url()], pad_token_id=0, eos_token_ids=[2])
+        dispatcher = OneEngine(shared_engine.url())
+        return EngineSampler(cfg=config, dispatcher=dispatcher, keys=engine_keys, pad_token_id=0, eos_token_ids=[2])
 
     return make

@@ -1,6 +1,7 @@
 """The real SGLang server, through the worker and the driver's handle."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from engine_config import CONCURRENCY, HOST, MAX_TOTAL_SEQUENCE_LENGTH, make_policy_config
+from engine_config import CONCURRENCY, HOST, MAX_TOTAL_SEQUENCE_LENGTH, OneEngine, make_policy_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.server_process import ServerStartError
@@ -223,9 +225,13 @@ def test_every_request_has_a_defined_result_when_generation_is_paused(shared_eng
         assert batch["truncated"][aborted].all()
 
 
-def test_a_prompt_that_the_engine_refuses_names_the_engine(shared_engine, tiny_model_folder):
+def _sampler(config, url, keys):
+    return EngineSampler(cfg=config, dispatcher=OneEngine(url), keys=keys, pad_token_id=0, eos_token_ids=[2])
+
+
+def test_a_prompt_that_the_engine_refuses_names_the_engine(shared_engine, tiny_model_folder, engine_keys):
     config = make_policy_config(tiny_model_folder).model_copy(update={"max_total_sequence_length": 10_000})
-    generation = EngineSampler(cfg=config, urls=[shared_engine.url()], pad_token_id=0, eos_token_ids=[2])
+    generation = _sampler(config, shared_engine.url(), engine_keys)
     data = BatchedDataDict({"input_ids": torch.full((1, 9_000), 40), "input_lengths": torch.tensor([9_000])})
     with pytest.raises(EngineError, match=r"engine 0 at http.* /generate: HTTP 400: .*9000"):
         generation.generate(data)
@@ -251,17 +257,19 @@ def _worker(model_folder: Path, log_dir: Path, **server) -> SGLangGenerationWork
         device="cpu",
         log_dir=str(log_dir),
         host=HOST,
+        keys=AccessKeys.make(),
     )
 
 
 _OWNER_SCRIPT = """
 import sys, time
 from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 
 worker = SGLangGenerationWorker(
     cfg=PolicyConfig.model_validate_json(sys.argv[1]), engine_index=1, model_folder=sys.argv[2],
-    tokenizer_folder=None, device="cpu", log_dir=sys.argv[3], host="127.0.0.1",
+    tokenizer_folder=None, device="cpu", log_dir=sys.argv[3], host=sys.argv[4], keys=AccessKeys(*sys.stdin.read().split()),
 )
 sys.stdout.write(f"{worker.start()} {worker.pid()}\\n")
 sys.stdout.flush()
@@ -269,26 +277,55 @@ time.sleep(600)
 """
 
 
+def _start_owner(config, model_folder, log_folder, host, keys, temporary_folder):
+    """A process that owns a server; nothing of the keys is on its command line or in its environment."""
+    arguments = [config.model_dump_json(by_alias=True), str(model_folder), str(log_folder), host]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER_SCRIPT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temporary_folder)},
+        text=True,
+    )
+    assert owner.stdin is not None
+    with owner.stdin:
+        owner.stdin.write(f"{keys.api_key} {keys.admin_api_key}")
+    return owner
+
+
+def _key_files(folder):
+    return list(folder.glob("**/keys.yaml"))
+
+
+def _ports(connections):
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
 def test_engine_death_fails_generate_and_nothing_outlives_a_killed_owner(tiny_model_folder, tmp_path, prompts):
-    """One more server, owned by a process of its own that is killed in the middle of a batch."""
+    """One more server, over IPv6, owned by a process of its own that is killed in the middle of a batch."""
     config = make_policy_config(tiny_model_folder, max_new_tokens=400)
-    arguments = [config.model_dump_json(by_alias=True), str(tiny_model_folder), str(tmp_path)]
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER_SCRIPT, *arguments], stdout=subprocess.PIPE, text=True)
+    keys = AccessKeys.make()
+    owner = _start_owner(config, tiny_model_folder, tmp_path, "::1", keys, tmp_path)
     assert owner.stdout is not None
     try:
         url, supervisor_pid = owner.stdout.readline().split()
+        assert url.startswith("http://[::1]:")
+        assert _key_files(tmp_path) == []
         supervisor = psutil.Process(int(supervisor_pid))
         family = [supervisor, *supervisor.children(recursive=True)]
         assert len(family) >= 4
-        generation = EngineSampler(cfg=config, urls=[url], pad_token_id=0, eos_token_ids=[2])
+        ports = {port for process in family for port in _ports(process.net_connections("tcp"))}
+        assert int(url.rpartition(":")[2]) in ports
+        generation = _sampler(config, url, keys)
         killer = threading.Timer(0.5, os.kill, (owner.pid, signal.SIGKILL))
         killer.start()
-        with pytest.raises(EngineError, match=rf"engine 0 at {url} /generate: no answer"):
+        with pytest.raises(EngineError, match=rf"engine 0 at {re.escape(url)} /generate: no answer"):
             generation.generate(prompts.repeat_interleave(100))
         _, alive = psutil.wait_procs(family, timeout=20)
         assert alive == []
+        assert not ports & _ports(psutil.net_connections("tcp"))
         with pytest.raises(EngineError, match="ConnectError"):
-            EngineClient("engine", url, 5.0).get("/health")
+            EngineClient("engine", url, 5.0, keys).get("/health")
     finally:
         owner.kill()
         owner.wait()
@@ -297,8 +334,7 @@ def test_engine_death_fails_generate_and_nothing_outlives_a_killed_owner(tiny_mo
 def test_an_owner_killed_while_the_server_starts_leaves_nothing(tiny_model_folder, tmp_path):
     """The scheduler exists and still imports: it has not yet asked the kernel to die with its parent."""
     config = make_policy_config(tiny_model_folder)
-    arguments = [config.model_dump_json(by_alias=True), str(tiny_model_folder), str(tmp_path)]
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER_SCRIPT, *arguments], stdout=subprocess.DEVNULL)
+    owner = _start_owner(config, tiny_model_folder, tmp_path, HOST, AccessKeys.make(), tmp_path)
     try:
         family = _wait_for_descendants(owner.pid, at_least=4, timeout_s=90.0)
     finally:
@@ -306,6 +342,7 @@ def test_an_owner_killed_while_the_server_starts_leaves_nothing(tiny_model_folde
         owner.wait()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []
+    assert _key_files(tmp_path) == []
 
 
 def _wait_for_descendants(pid: int, *, at_least: int, timeout_s: float) -> list[psutil.Process]:

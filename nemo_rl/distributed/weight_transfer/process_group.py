@@ -4,150 +4,183 @@ It is built from a store and a backend of its own and never enters torch.distrib
 default group with a bound device would split the parent communicator, a call that the other ranks never make.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from datetime import timedelta
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from nemo_rl.distributed.weight_transfer.connections import end_connections, num_accepted, num_bytes_acknowledged
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
-from nemo_rl.distributed.weight_transfer.receiver import GroupSpec, Receiver
+from nemo_rl.distributed.weight_transfer.receiver import GroupSpec
+from nemo_rl.utils.network import resolve_host
 
+T = TypeVar("T")
 DeviceBackend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs leave out their methods."""
 
+logger = logging.getLogger(__name__)
+
+_END_S = 2.0
+"""For a thread to notice that its connections have ended: it takes milliseconds."""
+
+_ARRIVE_S = 4.0
+"""For what is under way to reach the engines that receive it."""
+_STALL_S = 0.2
+"""Without a byte acknowledged, nobody receives."""
+
 
 class WeightUpdateGroup:
-    """Rank 0 of the group. Nothing here waits without a deadline."""
+    """Rank 0 of the group. Nothing here waits without a deadline; what may wait does so on a thread of its own."""
 
-    def __init__(self, spec: GroupSpec, store: TCPStore, backend: DeviceBackend):
-        self.spec = spec
-        self._store = store
-        self._backend: DeviceBackend | None = backend
+    def __init__(self, *, name: str, backend: str, master_address: str, world_size: int, deadline: Deadline) -> None:
+        """Open the group's store, on a free port of the system's choice."""
+        timeout = timedelta(seconds=deadline.require("weight-update group"))
+        self._store: TCPStore | None = _open_store(master_address, timeout)
+        self.spec = GroupSpec(name, backend, master_address, self._store.port, world_size)
+        self._forming: Future[DeviceBackend] | None = None
+        self._sending: Future[None] | None = None
+        self.has_sent = False
+        """Whether a broadcast was ever started: NCCL makes its communicator then, and cannot be called back from it."""
 
-    def broadcast(self, tensor: torch.Tensor) -> dist.Work:
-        """Start sending a contiguous tensor; the caller keeps it alive until the work is done."""
-        options = BroadcastOptions()
-        options.rootRank = 0
-        if self._backend is None:
-            raise TransferError(f"weight-update group {self.spec.name} is gone")
-        work: dist.Work = self._backend.broadcast([tensor], options)
-        return work
+    def form(self, deadline: Deadline) -> Future[DeviceBackend]:
+        """Start joining as rank 0; done when all ranks have."""
+        # Beyond the deadline: it ends with `close`, and the caller can say more about why.
+        spec, left_s = self.spec, deadline.require("weight-update group") + _END_S
+        self._forming = _on_thread(f"form-{spec.name}", lambda: _make_backend(spec, left_s))
+        return self._forming
+
+    @property
+    def num_arrived(self) -> int:
+        """Ranks that have reached the store; 0 after `close`."""
+        # The server is a client of itself, and so is rank 0.
+        return max(0, num_accepted(self.spec.master_port) - 2) if self._store is not None else 0
+
+    def send(self, tensors: Sequence[torch.Tensor], timeout_s: float) -> Future[None]:
+        """Start broadcasting contiguous tensors, one after the other; done when every rank has them."""
+        if self._forming is None:
+            raise TransferError(f"weight-update group {self.spec.name} has ended")
+        self.has_sent = True
+        backend = self._forming.result()
+        stream = torch.cuda.current_stream() if tensors[0].is_cuda else None
+        self._sending = _on_thread(
+            f"send-{self.spec.name}", lambda: _broadcast_all(backend, tensors, stream, timedelta(seconds=timeout_s))
+        )
+        return self._sending
 
     def close(self) -> None:
-        """Drop the connections of a group with nothing under way. Idempotent."""
-        if self._backend is not None:
-            self._backend.abort()
-            self._backend = None
+        """End the connections on this side, whatever is under way, and free all that the group holds. Idempotent.
 
-    def abandon(self) -> None:
-        """Let go of a group whose broadcast may never be received, without waiting for it. Idempotent.
-
-        gloo's abort and its destructor wait, with the GIL held, until that broadcast times out; so the backend stays
-        alive as long as this process.
+        What waits for them then fails at once on the other side too: an engine in a broadcast, or one still joining.
+        NCCL is less good at it. Over NVLink an engine in a broadcast does not notice, and has to be replaced; and where
+        an engine ended before its first broadcast, a thread of this process stays in NCCL, in nobody's way.
         """
-        _ABANDONED.append(self._backend)
-        self._backend = None
-
-
-_ABANDONED: list[DeviceBackend] = []
+        store, forming, sending = self._store, self._forming, self._sending
+        self._store, self._forming, self._sending = None, None, None
+        if store is None:
+            return
+        published = [store.get(key) for key in store.list_keys()] if self.spec.backend == "gloo" else []
+        del store  # ends the server, and with it every wait of a rendezvous
+        if published and sending is not None:
+            _let_arrive(published, sending)
+        end_connections(published)
+        if forming is None or not _has_ended(forming) or forming.exception() is not None:
+            return
+        backend = forming.result()
+        if self.spec.backend == "nccl":
+            backend.abort()
+        if sending is not None and not _has_ended(sending):
+            return
+        if self.spec.backend == "gloo":
+            backend.abort()
 
 
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def connect_rollout_engines_from_distributed(
-    *,
-    rollout_engines: Sequence[Receiver],
-    engine_gpu_counts: Sequence[int],
-    group_name: str,
-    backend: str,
-    master_address: str,
-    deadline: Deadline,
-) -> WeightUpdateGroup:
-    """Form the group: all engines are asked at once, since none can join before the others.
-
-    Raises:
-        TransferError: an engine refused.
-        TimeoutError: the group did not form within the deadline.
-    """
-    # The store lives as long as the group and listens on a free port of the system's choice.
-    store = TCPStore(
-        host_name=master_address,
-        port=0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=deadline.require("weight-update group")),
-    )
-    spec = GroupSpec(
-        name=group_name,
-        backend=backend,
-        master_address=master_address,
-        master_port=store.port,
-        world_size=1 + sum(engine_gpu_counts),
-    )
-    offsets = [1 + sum(engine_gpu_counts[:i]) for i in range(len(engine_gpu_counts))]
-    joins = {
-        engine.join(spec, offset, deadline.remaining_s()): engine
-        for engine, offset in zip(rollout_engines, offsets, strict=True)
-    }
-    own = _in_thread(spec, store, deadline)
-    waits: list[Future[Any]] = [own, *joins]
-    done, pending = wait(waits, timeout=deadline.remaining_s(), return_when=FIRST_EXCEPTION)
-    for future, engine in joins.items():
-        if future in done and (error := future.exception()) is not None:
-            raise TransferError(f"{engine.name} did not join the weight-update group: {error}") from error
-    if pending:
-        names = [engine.name for future, engine in joins.items() if future in pending]
-        raise TimeoutError(f"weight-update group: not formed within {deadline.timeout_s:g} s; waiting for {names}")
-    return WeightUpdateGroup(spec, store, own.result())
+def _open_store(address: str, timeout: timedelta) -> TCPStore:
+    """Listens at this address alone; left to itself it would at every address of the machine."""
+    host = resolve_host(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            host_name=host,
+            port=port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
 
 
-def disconnect_rollout_engines_from_distributed(
-    *, rollout_engines: Sequence[Receiver], group: WeightUpdateGroup, deadline: Deadline
-) -> None:
-    """Take the group down on both sides.
-
-    Raises:
-        TransferError: an engine did not let go of it.
-    """
-    leaves = {engine.leave(group.spec.name, deadline.remaining_s()): engine for engine in rollout_engines}
-    group.close()
-    done, pending = wait(leaves, timeout=deadline.remaining_s())
-    failed = {leaves[future].name: future.exception() for future in done if future.exception() is not None}
-    failed |= {leaves[future].name: TimeoutError("no answer") for future in pending}
-    if failed:
-        raise TransferError(f"weight-update group {group.spec.name} is still held: {failed}")
+def _has_ended(future: Future[Any]) -> bool:
+    """Whether a thread whose connections were ended has noticed. One that has not ends with its own time limit."""
+    done, _ = wait([future], timeout=_END_S)
+    if not done:
+        logger.error("a thread of the weight-update group still waits %.0f s after its connections were ended", _END_S)
+    return bool(done)
 
 
-def _in_thread(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> Future[DeviceBackend]:
-    """Rendezvous blocks in C++; on its own thread an engine's refusal can still be seen."""
-    future: Future[DeviceBackend] = Future()
+def _let_arrive(published: Sequence[bytes], sending: Future[None]) -> None:
+    """Wait as long as bytes flow, to engines that did not fail (see `connections`)."""
+    limit, before = Deadline(_ARRIVE_S), -1
+    while not sending.done() and limit.remaining_s():
+        acknowledged = num_bytes_acknowledged(published)
+        if acknowledged == before:
+            return
+        before = acknowledged
+        wait([sending], timeout=_STALL_S)
+
+
+def _on_thread(name: str, action: Callable[[], T]) -> Future[T]:
+    """Calls into gloo and NCCL block in C++; from another thread an engine's refusal can still be seen."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(_make_backend(spec, store, deadline))
+            future.set_result(action())
         except Exception as error:  # noqa: BLE001 a future that is never set would be waited for until the deadline
-            future.set_exception(error)
+            # Its frames hold the backend, which must end with the group and not with the error.
+            future.set_exception(error.with_traceback(None))
 
-    Thread(target=run, name=f"rendezvous-{spec.name}", daemon=True).start()
+    Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _make_backend(spec: GroupSpec, store: TCPStore, deadline: Deadline) -> DeviceBackend:
+def _broadcast_all(
+    backend: DeviceBackend, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None, timeout: timedelta
+) -> None:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timeout
+    # The current stream is a thread's own.
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        works = [backend.broadcast([tensor], options) for tensor in tensors]
+        for work in works:
+            work.wait(timeout)
+
+
+def _make_backend(spec: GroupSpec, timeout_s: float) -> DeviceBackend:
     """Under the store keys that the engine's torch uses: group name twice, then the backend's first device type."""
+    timeout = timedelta(seconds=timeout_s)
+    # A client of its own: the server can then end while this one waits.
+    store = TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timeout)
     device = next(iter(BackendConfig(Backend(spec.backend)).get_device_backend_map()))
     own_store = PrefixStore(f"{device}/", PrefixStore(f"{spec.name}/", PrefixStore(spec.name, store)))
-    timeout = timedelta(seconds=deadline.require("weight-update group"))
     if spec.backend == "gloo":
         return dist.ProcessGroupGloo(own_store, 0, spec.world_size, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    # torch ends the whole process when an operation takes longer, so it must outlast every deadline.
+    options._timeout = 2 * timeout + timedelta(minutes=10)
     return dist.ProcessGroupNCCL(own_store, 0, spec.world_size, options)

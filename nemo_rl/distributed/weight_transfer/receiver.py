@@ -23,11 +23,18 @@ class Receiver(Protocol):
     """One engine. Each call answers at once with a future that fails with the engine's own text."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """No two engines of a run have the same, nor has an engine that of one it replaces."""
+        ...
 
     @property
     def takes_flattened(self) -> bool:
         """Whether it takes a bucket as one flat buffer."""
+        ...
+
+    @property
+    def nccl_cumem_enable(self) -> str | None:
+        """`NCCL_CUMEM_ENABLE` where its ranks run; None: not set."""
         ...
 
     def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:

@@ -1,11 +1,31 @@
 """What a generation backend offers to rollouts and to the refit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
+
+
+class EnginesFailedError(RuntimeError):
+    """Some engines failed. Survives pickling."""
+
+    def __init__(self, faults: Mapping[str, str]) -> None:
+        """`faults`: what went wrong, in the engine's own words where it spoke, by the engine's name."""
+        super().__init__(dict(faults))
+        self.faults = dict(faults)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.faults)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {fault}" for name, fault in self.faults.items())
+
+
+class EnginesLostError(EnginesFailedError):
+    """No engine is left that could take a request. What was sampled until then is kept; see `resume_generate`."""
 
 
 class GenerationInterface(ABC):
@@ -24,6 +44,9 @@ class GenerationInterface(ABC):
             `generation_lengths [batch]`, `unpadded_sequence_lengths [batch]` int64;
             `truncated [batch]` bool: ended by length, or by an abort;
             `weight_version`: list of str, as the engine reports it.
+
+        Raises:
+            EnginesLostError: the last engine has failed, and may be replaced (`replaces_failed_engines`).
         """
 
     @abstractmethod
@@ -32,19 +55,62 @@ class GenerationInterface(ABC):
 
 
 class UpdatableGeneration(GenerationInterface):
-    """A backend whose engines take new weights. Each call reaches every engine and is done when all have answered.
+    """A backend whose engines take new weights. Each call reaches every ready engine, and is done when all have answered.
 
-    All raise the backend's own error when an engine refuses or fails, and TimeoutError at the deadline.
+    An engine is ready, quarantined or dead. It leaves ready when `quarantine` names it, or when the backend finds it
+    dead; `replace_failed` puts a new one in its place. An engine's name is that of its receiver and is never used again.
+
+    All calls with a deadline raise EnginesFailedError with every engine that refused, failed, or did not answer in time,
+    and TimeoutError when the deadline has passed before they begin.
     """
+
+    @abstractmethod
+    def resume_generate(self) -> BatchedDataDict:
+        """Finish what `generate` left when it raised EnginesLostError, after the engines have been replaced and refit.
+
+        Samples that had finished are not sampled again: serve the same weights, under the same version.
+        """
 
     @property
     @abstractmethod
-    def rollout_engines(self) -> Sequence[Receiver]: ...
+    def rollout_engines(self) -> Sequence[Receiver]:
+        """The ready engines, in the order of their ranks."""
 
     @property
     @abstractmethod
     def engine_gpu_counts(self) -> list[int]:
-        """Ranks of each engine in the weight-update group."""
+        """Ranks of each ready engine in the weight-update group."""
+
+    @property
+    @abstractmethod
+    def replaces_failed_engines(self) -> bool:
+        """Whether failed engines are to be replaced; false: the run ends with the first failure."""
+
+    @property
+    @abstractmethod
+    def failed_engines(self) -> Mapping[str, str]:
+        """What is wrong with each engine that is quarantined or dead and not yet replaced, by its name."""
+
+    @abstractmethod
+    def quarantine(self, names: Iterable[str], why: str = "a refit failed") -> None:
+        """Never resume these engines and send no more requests there: they may hold a part of the new weights.
+
+        Engines that are not ready stay what they are.
+
+        Raises:
+            ValueError: there has never been an engine of that name.
+        """
+
+    @abstractmethod
+    def replace_failed(self, deadline: Deadline) -> list[str]:
+        """End every failed engine, start a new one in its place and wait until it serves; returns the new names.
+
+        A new engine holds the checkpoint that the run started from. It gets requests from the `resume` on that follows
+        its first refit, and raises `num_new_engines`.
+
+        Raises:
+            EnginesFailedError: more engines have failed than may be replaced, or a new one did not start in time.
+        """
 
     @property
     @abstractmethod
@@ -54,11 +120,11 @@ class UpdatableGeneration(GenerationInterface):
     @property
     @abstractmethod
     def num_new_engines(self) -> int:
-        """Engines that no weight-update group has seen."""
+        """Engines that came or went since the last weight-update group was made; not 0: make a new one."""
 
     @abstractmethod
     def clear_updatable_num_new_engines(self) -> None:
-        """All engines are in the group now."""
+        """The group has exactly the engines that are ready."""
 
     @abstractmethod
     def pause(self, deadline: Deadline) -> None:
@@ -83,4 +149,5 @@ class UpdatableGeneration(GenerationInterface):
         """The version that samples report from now on."""
 
     @abstractmethod
-    def resume(self, deadline: Deadline) -> None: ...
+    def resume(self, deadline: Deadline) -> None:
+        """Let every ready engine generate, and send requests to these and no others."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from nemo_rl.models.generation.sglang.access import AccessKeys, is_admin_endpoint
+
 
 class EngineError(RuntimeError):
     """An engine refused a call, failed in it or did not answer. Survives pickling, so it crosses Ray whole."""
@@ -98,11 +100,12 @@ class EngineClient:
     Every method raises `EngineError` when the server refuses, fails, or does not answer in `timeout_s`.
     """
 
-    def __init__(self, name: str, url: str, timeout_s: float) -> None:
+    def __init__(self, name: str, url: str, timeout_s: float, keys: AccessKeys) -> None:
         """`name`: of the engine, for messages. `timeout_s`: of a call that is given none."""
         self.url = url
         self.engine = f"{name} at {url}"
         self._timeout_s = timeout_s
+        self._keys = keys
         # No proxy stands between the processes of a run, whatever the environment says.
         self._http = httpx.Client(base_url=url, trust_env=False, limits=httpx.Limits(max_connections=None))
 
@@ -117,8 +120,9 @@ class EngineClient:
 
     def _call(self, method: str, endpoint: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        headers = self._keys.headers(admin=is_admin_endpoint(endpoint))
         try:
-            response = self._http.request(method, endpoint, json=body, timeout=limit_s)
+            response = self._http.request(method, endpoint, json=body, timeout=limit_s, headers=headers)
         except httpx.HTTPError as error:
             raise transport_error(self.engine, endpoint, limit_s, error) from error
         return check_answer(self.engine, endpoint, response)

@@ -17,6 +17,7 @@ class RayReceiver:
     name: str
     actor: Any
     takes_flattened: bool
+    nccl_cumem_enable: str | None = None
 
     def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:
         return _plain_future(

@@ -1,11 +1,14 @@
-"""One sample: from configuration and prompt to the body of `/generate`, and from its answer to tokens."""
+"""One sample: from configuration and prompt to the body of `/generate`, from its answer to tokens, and into a batch."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 @dataclass(frozen=True)
@@ -71,4 +74,25 @@ def parse_answer(answer: Mapping[str, Any]) -> Sample:
         logprobs=logprobs,
         truncated=meta["finish_reason"]["type"] in ("length", "abort"),
         weight_version=str(meta["weight_version"]),
+    )
+
+
+def pack_samples(prompts: list[list[int]], samples: list[Sample], pad_token_id: int) -> BatchedDataDict:
+    """Prompts and responses as the right-padded batch that `GenerationInterface.generate` promises."""
+    sequences = [prompt + sample.token_ids for prompt, sample in zip(prompts, samples, strict=True)]
+    width = max((len(sequence) for sequence in sequences), default=0)
+    output_ids = torch.full((len(sequences), width), pad_token_id, dtype=torch.int64)
+    logprobs = torch.zeros(len(sequences), width, dtype=torch.float32)
+    for row, (prompt, sequence, sample) in enumerate(zip(prompts, sequences, samples, strict=True)):
+        output_ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+        logprobs[row, len(prompt) : len(sequence)] = torch.tensor(sample.logprobs, dtype=torch.float32)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "logprobs": logprobs,
+            "generation_lengths": torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
+            "unpadded_sequence_lengths": torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64),
+            "truncated": torch.tensor([sample.truncated for sample in samples], dtype=torch.bool),
+            "weight_version": [sample.weight_version for sample in samples],
+        }
     )

@@ -1,10 +1,11 @@
 """The SGLang server's command line and environment, as pure functions of the configuration."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.utils.network import GLOO_VARIABLE
 
 _CPU_FLAGS = (
     "--device=cpu",
@@ -25,8 +26,15 @@ _DROPPED_VARIABLES = (
     "SGLANG_USE_CPU_ENGINE",
     # Capabilities are read from /openapi.json.
     "DISABLE_OPENAPI_DOC",
+    # Other front ends than the one that asks for keys.
+    "SGLANG_GRPC_PORT",
+    "SGLANG_RUST_SERVER",
 )
 _KEPT_MEMORY_BYTES = 1 << 30
+NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
+"""Variable that must have one value at both ends of a weight-update group."""
+_SYMMETRIC_MEMORY = "--enable-sy"
+"""`--enable-symm-mem`, which makes SGLang set that variable, or an abbreviation."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class ServerPlace:
     host: str
     port: int
     internal_port: int
-    """Rendezvous of the server's own ranks."""
+    """Given, so that the server does not probe for one; its ranks meet through a file instead (`server_supervisor`)."""
     engine_index: int
 
 
@@ -69,16 +77,33 @@ def _num_cache_tokens(cfg: PolicyConfig) -> int:
     return (concurrency + 1) * cfg.max_total_sequence_length
 
 
-def build_environment(base: Mapping[str, str], *, device: str, tp_size: int, cores: list[int]) -> dict[str, str]:
+def build_environment(
+    base: Mapping[str, str],
+    *,
+    device: str,
+    tp_size: int,
+    cores: list[int],
+    interface: str | None = None,
+    extra_args: Sequence[str] = (),
+) -> dict[str, str]:
     """The server's environment.
 
     Args:
         base: the worker's own.
+        interface: that of the server's address, if known.
+        extra_args: the user's arguments of the server.
         cores: CPU cores that the server may use; on `cpu` shared out among its `tp_size` ranks.
     """
     environment = {name: value for name, value in base.items() if name not in _DROPPED_VARIABLES}
     # Model and tokenizer are local folders; a look-up at the hub would wait for a network that may not be there.
     environment["HF_HUB_OFFLINE"] = "1"
+    if interface is not None:
+        # gloo would listen where the machine's own name leads, which may be a network that the run does not use.
+        environment.setdefault(GLOO_VARIABLE, interface)
+    # What SGLang itself sets when it finds nothing; said here so that the trainer's end can be compared with it.
+    environment.setdefault(NCCL_CUMEM, "0")
+    if any(argument.startswith(_SYMMETRIC_MEMORY) for argument in extra_args):
+        environment[NCCL_CUMEM] = "1"
     if device != "cpu":
         return environment
     num_threads = max(1, len(cores) // tp_size)

@@ -1,11 +1,9 @@
-"""The driver's handle on all engines: starts them, samples from them, leads them through a refit."""
+"""The driver's handle on all engines: starts them, samples from them, leads them through a refit, replaces them."""
 
-import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.layout import Layout
@@ -13,88 +11,86 @@ from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.models.generation.interfaces import EnginesFailedError, EnginesLostError, UpdatableGeneration
+from nemo_rl.models.generation.sglang.access import AccessKeys
+from nemo_rl.models.generation.sglang.fleet import EngineFleet
 from nemo_rl.models.generation.sglang.http_client import EngineError
+from nemo_rl.models.generation.sglang.ray_answers import gather_answers
 from nemo_rl.models.generation.sglang.receiver import RayReceiver
-from nemo_rl.models.generation.sglang.sampler import EngineSampler
+from nemo_rl.models.generation.sglang.sampler import EngineSampler, SampleBatch
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
-
-logger = logging.getLogger(__name__)
-
-_SHUTDOWN_TIMEOUT_S = 60.0
-_ACTOR_START_S = 120.0
-"""For the actor's process and its imports, before its server starts."""
-_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Ray would kill the server's supervisor, which is what ends the server's own children when the actor is gone."""
-_NUM_ACTOR_THREADS = 8
-"""Control calls run beside a long one: a bucket that loads, a group that forms."""
 
 
 class SGLangGeneration(UpdatableGeneration):
     """Made without engines, so that a refused combination costs nothing; `launch` starts them."""
 
-    def __init__(self, *, cfg: PolicyConfig, layout: Layout, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        cfg: PolicyConfig,
+        layout: Layout,
+        device: str,
+        worker_class: type[SGLangGenerationWorker] = SGLangGenerationWorker,
+    ) -> None:
         self.cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
-        self._layout = layout
-        self._device = device
-        self._actors: list[Any] = []
-        self._starts: list[Any] = []
-        self._receivers: list[RayReceiver] = []
+        self._num_slots_per_engine = layout.num_slots_per_engine
+        self.keys = AccessKeys.make()
+        """Of this run's engines and router."""
+        self._fleet = EngineFleet(cfg=cfg, layout=layout, device=device, keys=self.keys, worker_class=worker_class)
         self._sampler: EngineSampler | None = None
-        self._tokens: tuple[int, list[int]] = (0, [])
-        self._num_new_engines = 0
+        self._unfinished: SampleBatch | None = None
+        self._in_group: set[int] = set()
 
     def launch(
         self, cluster: RayVirtualCluster, *, model_folder: Path, tokenizer: PreTrainedTokenizerBase, log_folder: Path
     ) -> None:
         """Start one actor and one server per bundle; returns at once."""
-        self._tokens = (int(tokenizer.pad_token_id), [int(tokenizer.eos_token_id)])
-        actor_class: Any = ray.remote(SGLangGenerationWorker)
-        for index in range(self._layout.num_engines):
-            options = cluster.actor_options(index, _ENVIRONMENT) | {"max_concurrency": _NUM_ACTOR_THREADS}
-            actor = actor_class.options(**options).remote(
-                cfg=self.cfg,
-                engine_index=index,
-                model_folder=str(model_folder),
-                tokenizer_folder=self.cfg.tokenizer.name,
-                device=self._device,
-                log_dir=str(log_folder),
-                # On several nodes each actor finds its own: this is the driver's.
-                host="127.0.0.1" if self._layout.num_nodes == 1 else None,
-            )
-            self._actors.append(actor)
-            self._starts.append(actor.start.remote())
+        self._fleet.launch(cluster, model_folder=model_folder, log_folder=log_folder)
+        self._sampler = EngineSampler(
+            cfg=self.cfg,
+            dispatcher=self._fleet.dispatcher,
+            keys=self.keys,
+            pad_token_id=int(tokenizer.pad_token_id),
+            eos_token_ids=[int(tokenizer.eos_token_id)],
+        )
 
     def wait_ready(self) -> None:
-        """Return when every server answers.
-
-        Raises:
-            ServerStartError: with the end of that server's log.
-        """
-        urls = _get(self._starts, self._server_cfg.startup_timeout_s + _ACTOR_START_S)
-        offers = _get([actor.capabilities.remote() for actor in self._actors], _ACTOR_START_S)
-        self._receivers = [
-            RayReceiver(name=f"engine {index} at {url}", actor=actor, takes_flattened=offer.flattened_bucket)
-            for index, (actor, url, offer) in enumerate(zip(self._actors, urls, offers, strict=True))
-        ]
-        pad_token_id, eos_token_ids = self._tokens
-        self._sampler = EngineSampler(cfg=self.cfg, urls=urls, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids)
-        self._num_new_engines = len(urls)
+        """See `EngineFleet.wait_ready`."""
+        self._fleet.wait_ready()
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
-        """See `GenerationInterface` and `EngineSampler.generate`."""
+        """See `GenerationInterface` and `EngineSampler.finish`."""
         if self._sampler is None:
             raise AssertionError("generation: launch it and wait for it before use")
-        return self._sampler.generate(data, greedy=greedy)
+        self._unfinished = self._sampler.prepare(data, greedy=greedy)
+        return self.resume_generate()
+
+    def resume_generate(self) -> BatchedDataDict:
+        """See `UpdatableGeneration`."""
+        if self._sampler is None or self._unfinished is None:
+            raise AssertionError("generation: nothing was left unfinished")
+        try:
+            samples = self._sampler.finish(self._unfinished)
+        except EngineError as error:
+            raise self._fleet.dispatcher.name_engine(error) from error
+        self._unfinished = None
+        return samples
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """`starting`, `ready`, `quarantined`, `dead` or `ended`: the state of each engine there has been, by name."""
+        return self._fleet.states()
 
     @property
     def rollout_engines(self) -> list[RayReceiver]:
-        return list(self._receivers)
+        """See `UpdatableGeneration`."""
+        return [engine.receiver for engine in self._fleet.ready() if engine.receiver is not None]
 
     @property
     def engine_gpu_counts(self) -> list[int]:
-        return [self._layout.num_slots_per_engine] * len(self._receivers)
+        """See `UpdatableGeneration`."""
+        return [self._num_slots_per_engine] * len(self._fleet.ready())
 
     @property
     def refit_timeout_s(self) -> float:
@@ -102,12 +98,51 @@ class SGLangGeneration(UpdatableGeneration):
 
     @property
     def num_new_engines(self) -> int:
-        return self._num_new_engines
+        """See `UpdatableGeneration`."""
+        return len({engine.id for engine in self._fleet.ready()} ^ self._in_group)
 
     def clear_updatable_num_new_engines(self) -> None:
-        self._num_new_engines = 0
+        self._in_group = {engine.id for engine in self._fleet.ready()}
+
+    @property
+    def replaces_failed_engines(self) -> bool:
+        return self.cfg.generation.sglang_cfg.sglang_fault_tolerance_config.use_fault_tolerance
+
+    @property
+    def failed_engines(self) -> Mapping[str, str]:
+        """See `UpdatableGeneration`."""
+        return self._fleet.faults()
+
+    def quarantine(self, names: Iterable[str], why: str = "a refit failed") -> None:
+        """See `UpdatableGeneration`."""
+        self._fleet.quarantine(names, why)
+
+    def replace_failed(self, deadline: Deadline) -> list[str]:
+        """See `UpdatableGeneration`."""
+        return self._fleet.replace_failed(deadline)
+
+    def add_engine(self, deadline: Deadline) -> str:
+        """Start one more engine, between refits; returns its name. It gets requests after its first refit.
+
+        It takes the place of one that was removed, or else reserves slots in the Ray cluster.
+
+        Raises:
+            EnginesFailedError: it did not start.
+            TimeoutError: the cluster has no free slots.
+        """
+        return self._fleet.add(deadline)
+
+    def remove_engine(self, name: str, deadline: Deadline) -> None:
+        """End an engine, between refits, and free its place.
+
+        Raises:
+            ValueError: there is no such engine, or no other one that is ready.
+        """
+        self._fleet.remove(name, deadline)
 
     def pause(self, deadline: Deadline) -> None:
+        """See `UpdatableGeneration`."""
+        self._fleet.suspend()
         self._on_all("pause_generation", deadline, mode=self._server_cfg.pause_generation_mode)
         self._on_all("invalidate_kv_cache", deadline)
 
@@ -127,30 +162,20 @@ class SGLangGeneration(UpdatableGeneration):
         self._on_all("update_weights_from_disk", deadline, folder=folder)
 
     def resume(self, deadline: Deadline) -> None:
+        """See `UpdatableGeneration`."""
         self._on_all("continue_generation", deadline)
+        self._fleet.serve(deadline)
 
     def _on_all(self, method: str, deadline: Deadline, **arguments: Any) -> list[Any]:
-        """Call every engine at once; raises EngineError of the first that fails."""
-        left_s = deadline.require(method)
-        calls = [getattr(actor, method).remote(**arguments, timeout_s=left_s) for actor in self._actors]
-        return _get(calls, left_s + 1.0)
+        """Call every ready engine at once; the answers in their order."""
+        engines, left_s = self._fleet.ready(), deadline.require(method)
+        if not engines:
+            raise EnginesLostError(self._fleet.faults())
+        calls = {e.name: getattr(e.actor, method).remote(**arguments, timeout_s=left_s) for e in engines}
+        answers, faults = gather_answers(calls, left_s + 1.0)
+        if faults:
+            raise EnginesFailedError(faults)
+        return [answers[engine.name] for engine in engines]
 
     def shutdown(self) -> None:
-        actors, self._actors = self._actors, []
-        self._receivers, self._sampler = [], None
-        if actors:
-            ray.wait(
-                [actor.shutdown.remote() for actor in actors], num_returns=len(actors), timeout=_SHUTDOWN_TIMEOUT_S
-            )
-        for actor in actors:
-            ray.kill(actor)
-
-
-def _get(references: list[Any], timeout_s: float) -> list[Any]:
-    """The results; raises what the actor raised, without Ray's wrapping."""
-    try:
-        return ray.get(references, timeout=timeout_s)
-    except RayTaskError as error:
-        raise error.cause from error
-    except RayActorError as error:
-        raise EngineError("an engine", "actor", None, f"its process has ended: {error}") from error
+        self._fleet.shutdown()

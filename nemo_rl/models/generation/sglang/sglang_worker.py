@@ -1,18 +1,16 @@
 """One engine: starts its SGLang server and passes calls on to it. Becomes a Ray actor in setup."""
 
-import logging
 import os
 from pathlib import Path
 
 import ray
 
 from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
-from nemo_rl.models.generation.sglang.server_args import ServerPlace, build_command, build_environment
-from nemo_rl.models.generation.sglang.server_process import ServerProcess
-from nemo_rl.utils.ports import ReservedPort
-
-logger = logging.getLogger(__name__)
+from nemo_rl.models.generation.sglang.server_args import NCCL_CUMEM, ServerPlace, build_command, build_environment
+from nemo_rl.models.generation.sglang.server_process import ServerProcess, start_on_free_ports
+from nemo_rl.utils.network import check_interfaces, interface_of, resolve_host
 
 
 class SGLangGenerationWorker:
@@ -28,8 +26,17 @@ class SGLangGenerationWorker:
         device: str,
         log_dir: str,
         host: str | None,
+        keys: AccessKeys,
     ) -> None:
-        """`host`: address that the server binds to; None: that of this node in the Ray cluster."""
+        """Start nothing yet.
+
+        Args:
+            host: name or address that the server binds to; None: the address of this node in the Ray cluster.
+            keys: of the run.
+
+        Raises:
+            ValueError: nobody knows `host`.
+        """
         self._cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
         self._engine_index = engine_index
@@ -37,7 +44,16 @@ class SGLangGenerationWorker:
         self._tokenizer_folder = tokenizer_folder
         self._device = device
         self._log_file = Path(log_dir) / f"sglang_engine_{engine_index}.log"
-        self._host = host or ray.util.get_node_ip_address()
+        self._host = resolve_host(host or ray.util.get_node_ip_address())
+        self._keys = keys
+        self._environment = build_environment(
+            os.environ,
+            device=device,
+            tp_size=self.num_gpus(),
+            cores=sorted(os.sched_getaffinity(0)),
+            interface=interface_of(self._host),
+            extra_args=self._server_cfg.extra_args,
+        )
         self._process: ServerProcess | None = None
         self._client: EngineClient | None = None
 
@@ -46,14 +62,13 @@ class SGLangGenerationWorker:
 
         Raises:
             ServerStartError: see `ServerProcess.wait_until_healthy`.
+            ValueError: an environment variable names an interface that this machine lacks.
         """
-        # Held until the server listens, so that no other process gets the ports while it imports.
-        with ReservedPort(self._host) as port, ReservedPort(self._host) as internal_port:
-            self._process = self._launch(port.number, internal_port.number)
-            self._process.wait_until_healthy(self._server_cfg.startup_timeout_s)
+        check_interfaces(self._environment)
+        process = start_on_free_ports(self._host, self._server_cfg.startup_timeout_s, self._launch)
         name = f"engine {self._engine_index}"
-        self._client = EngineClient(name, self._process.url, self._server_cfg.refit_timeout_s)
-        return self._process.url
+        self._client = EngineClient(name, process.url, self._server_cfg.refit_timeout_s, self._keys)
+        return process.url
 
     def _launch(self, port: int, internal_port: int) -> ServerProcess:
         place = ServerPlace(
@@ -65,12 +80,10 @@ class SGLangGenerationWorker:
             internal_port=internal_port,
             engine_index=self._engine_index,
         )
-        environment = build_environment(
-            os.environ, device=self._device, tp_size=self.num_gpus(), cores=sorted(os.sched_getaffinity(0))
-        )
-        return ServerProcess(
-            build_command(self._cfg, place), environment, self._log_file, f"http://{self._host}:{port}"
-        )
+        command = build_command(self._cfg, place)
+        # Kept from the start, so that `shutdown` ends a server that is not healthy yet.
+        self._process = ServerProcess(command, self._environment, self._log_file, self._host, port, self._keys)
+        return self._process
 
     def shutdown(self) -> None:
         """End the server and everything it started. Idempotent."""
@@ -91,6 +104,10 @@ class SGLangGenerationWorker:
         if self._process is None:
             raise AssertionError(f"engine {self._engine_index}: start() comes first")
         return self._process.pid
+
+    def nccl_cumem_enable(self) -> str | None:
+        """`NCCL_CUMEM_ENABLE` in the server's environment; never None, where SGLang would choose."""
+        return self._environment[NCCL_CUMEM]
 
     def capabilities(self) -> ServerCapabilities:
         return self._require_client().capabilities

@@ -17,18 +17,17 @@ from nemo_rl.distributed.weight_transfer.broadcast import (
     BucketSender,
     RefitStats,
     broadcast_hf_buckets_via_distributed_impl,
-    on_rank0,
 )
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
-from nemo_rl.distributed.weight_transfer.process_group import (
-    WeightUpdateGroup,
+from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup, default_backend
+from nemo_rl.distributed.weight_transfer.rank_exchange import RankExchange, on_rank0
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
-    default_backend,
     disconnect_rollout_engines_from_distributed,
 )
-from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.models.policy.export import dtensor_params_generator, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
@@ -45,6 +44,9 @@ from nemo_rl.utils.log import configure_logging
 CPU_EAGER_TOKENS = 256
 """Up to this length eager attention is the faster one on CPU: at 58 tokens its forward and backward take a quarter of
 SDPA's time, at 256 as long, at 1024 three times as long."""
+
+_PART_S = 10.0
+"""How long a reconnect waits for the engines of the old group."""
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class DTensorPolicyWorkerV2:
             master_port=master_port,
             timeout_s=timeout_s,
         )
+        self._exchange = RankExchange.of_default_group()
         is_short = self.device.type == "cpu" and cfg.max_total_sequence_length <= CPU_EAGER_TOKENS
         attention = "eager" if is_short else None
         self.mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=(DP_AXIS,))
@@ -152,25 +155,36 @@ class DTensorPolicyWorkerV2:
         return free_memory_bytes(self.device)
 
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str
+        self,
+        *,
+        rollout_engines: Sequence[Receiver],
+        engine_gpu_counts: list[int],
+        group_name: str,
+        timeout_s: float | None = None,
     ) -> None:
-        """Make the weight-update group: rank 0 of the trainers and every engine rank.
+        """Make the weight-update group: rank 0 of the trainers and every engine rank. One that there is ends first.
+
+        Args:
+            timeout_s: what is left of the caller's deadline; None: `refit_timeout_s`.
 
         Raises:
-            TransferError: on every rank, when an engine refuses or the group does not form in `refit_timeout_s`.
+            TransferError: on every rank, when an engine refuses or the group does not form in time.
         """
-        self.disconnect_sglang_rollout_engines_distributed()
-        self._engines = rollout_engines
-        self._update_group = on_rank0(
-            lambda: connect_rollout_engines_from_distributed(
+        deadline = self._deadline(timeout_s)
+
+        def connect() -> WeightUpdateGroup:
+            self._part_from_old_group(deadline)
+            self._engines = rollout_engines
+            return connect_rollout_engines_from_distributed(
                 rollout_engines=rollout_engines,
                 engine_gpu_counts=engine_gpu_counts,
                 group_name=group_name,
                 backend=self._server_cfg.weight_update_backend or default_backend(self.device),
                 master_address=self.master_addr,
-                deadline=Deadline(self._server_cfg.refit_timeout_s),
+                deadline=deadline,
             )
-        )
+
+        self._update_group = on_rank0(connect, self._exchange, deadline)
 
     def update_weights_to_sglang_distributed(
         self,
@@ -180,29 +194,35 @@ class DTensorPolicyWorkerV2:
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> RefitStats:
         """Gather every weight, bucket by bucket; rank 0 sends each bucket to every engine.
 
+        Args:
+            timeout_s: what is left of the caller's deadline; None: `refit_timeout_s`.
+
         Raises:
-            TransferError: on every rank, with rank 0's reason; the group is then gone.
+            TransferError: on every rank, with one reason; the group is then gone.
         """
         if TARGET_DTYPES[target_precision] != self.dtype:
             raise ValueError(
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
-        on_rank0(self._require_group)
+        deadline = self._deadline(timeout_s)
+        on_rank0(self._require_group, self._exchange, deadline)
         group, manifest = self._update_group, self.export_plan.manifest
-        deadline = Deadline(self._server_cfg.refit_timeout_s)
         sender = BucketSender(rollout_engines, group, manifest, deadline) if group is not None else None
         tensors = dtensor_params_generator(self.model, self.export_plan)
         try:
             return broadcast_hf_buckets_via_distributed_impl(
-                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest), sender=sender
+                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest),
+                rollout_engines=rollout_engines,
+                sender=sender,
+                exchange=self._exchange,
+                deadline=deadline,
             )
         except TransferError:
-            if group is not None:
-                group.abandon()
-                self._update_group = None
+            self._update_group = None
             raise
 
     def disconnect_sglang_rollout_engines_distributed(self) -> None:
@@ -211,7 +231,8 @@ class DTensorPolicyWorkerV2:
         Raises:
             TransferError: on every rank, when an engine does not let go of it.
         """
-        on_rank0(self._disconnect)
+        deadline = self._deadline(None)
+        on_rank0(lambda: self._disconnect(deadline), self._exchange, deadline)
 
     def shutdown(self) -> None:
         """Leave the trainers' group. Idempotent."""
@@ -224,11 +245,20 @@ class DTensorPolicyWorkerV2:
                 "there is no weight-update group: connect_sglang_rollout_engines_distributed comes first"
             )
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, deadline: Deadline) -> None:
         group, self._update_group = self._update_group, None
         if group is not None:
-            deadline = Deadline(self._server_cfg.refit_timeout_s)
             disconnect_rollout_engines_from_distributed(rollout_engines=self._engines, group=group, deadline=deadline)
+
+    def _part_from_old_group(self, deadline: Deadline) -> None:
+        """An engine of the old group may have been replaced, or hang: that is no reason not to make a new one."""
+        try:
+            self._disconnect(Deadline(min(_PART_S, deadline.remaining_s())))
+        except TransferError as error:
+            logger.warning("%s; a new group is made all the same", error)
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._server_cfg.refit_timeout_s if timeout_s is None else timeout_s)
 
     def _logprobs(self, model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
         return compute_logprobs(

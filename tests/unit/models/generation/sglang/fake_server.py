@@ -15,6 +15,7 @@ class FakeEngineServer:
         self.answers = answers or {}
         self.delay_s = delay_s
         self.requests: list[tuple[str, Any]] = []
+        self.authorizations: list[str | None] = []
         self.num_in_flight = 0
         self.max_in_flight = 0
         self.lock = threading.Lock()
@@ -32,9 +33,10 @@ class FakeEngineServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+    def answer(self, path: str, body: Any, authorization: str | None) -> tuple[int, Any]:
         with self.lock:
             self.requests.append((path, body))
+            self.authorizations.append(authorization)
             self.num_in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         time.sleep(self.delay_s)
@@ -56,10 +58,10 @@ def _make_handler(fake: FakeEngineServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(*fake.answer(self.path, body))
+            self._send(*fake.answer(self.path, body, self.headers["Authorization"]))
 
         def do_GET(self) -> None:
-            self._send(*fake.answer(self.path, None))
+            self._send(*fake.answer(self.path, None, self.headers["Authorization"]))
 
         def _send(self, status: int, body: Any) -> None:
             text = body if isinstance(body, str) else json.dumps(body)

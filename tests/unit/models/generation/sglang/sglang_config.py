@@ -6,7 +6,12 @@ from nemo_rl.config.schema import PolicyConfig
 
 
 def make_config(
-    *, server: dict[str, Any] | None = None, generation: dict[str, Any] | None = None, **policy: Any
+    *,
+    server: dict[str, Any] | None = None,
+    router: dict[str, Any] | None = None,
+    tolerance: dict[str, Any] | None = None,
+    generation: dict[str, Any] | None = None,
+    **policy: Any,
 ) -> PolicyConfig:
     raw: dict[str, Any] = {
         "model_name": "tiny-random-qwen3",
@@ -16,7 +21,11 @@ def make_config(
         "max_total_sequence_length": 64,
         "generation": {
             "max_new_tokens": 16,
-            "sglang_cfg": {"sglang_server_config": server or {}},
+            "sglang_cfg": {
+                "sglang_server_config": server or {},
+                "sglang_router_config": router or {},
+                "sglang_fault_tolerance_config": tolerance or {},
+            },
             **(generation or {}),
         },
     }

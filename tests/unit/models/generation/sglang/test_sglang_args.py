@@ -72,4 +72,32 @@ def test_cores_are_shared_out_among_the_ranks(cores, tp_size, bind, num_threads)
 
 def test_environment_on_cuda_leaves_devices_and_threads():
     base = {"CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
-    assert build_environment(base, device="cuda", tp_size=2, cores=[0, 1]) == {**base, "HF_HUB_OFFLINE": "1"}
+    environment = build_environment(base, device="cuda", tp_size=2, cores=[0, 1])
+    assert environment == {**base, "HF_HUB_OFFLINE": "1", "NCCL_CUMEM_ENABLE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("base", "extra_args", "value"),
+    [
+        ({}, [], "0"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, [], "1"),
+        ({"NCCL_CUMEM_ENABLE": "0"}, ["--mem-fraction-static=0.5", "--enable-symm-mem"], "1"),
+    ],
+)
+def test_nccl_cumem_is_what_sglang_will_make_of_it(base, extra_args, value):
+    environment = build_environment(base, device="cuda", tp_size=1, cores=[0], extra_args=extra_args)
+    assert environment["NCCL_CUMEM_ENABLE"] == value
+
+
+@pytest.mark.parametrize(
+    ("base", "interface", "value"),
+    [({}, "lo", "lo"), ({"GLOO_SOCKET_IFNAME": "eth1"}, "lo", "eth1"), ({}, None, None)],
+)
+def test_gloo_listens_on_the_servers_own_interface_unless_told_otherwise(base, interface, value):
+    environment = build_environment(base, device="cpu", tp_size=1, cores=[0], interface=interface)
+    assert environment.get("GLOO_SOCKET_IFNAME") == value
+
+
+def test_front_ends_that_ask_for_no_key_are_not_switched_on_from_outside():
+    base = {"SGLANG_RUST_SERVER": "1", "SGLANG_GRPC_PORT": "5"}
+    assert not base.keys() & build_environment(base, device="cuda", tp_size=1, cores=[0]).keys()

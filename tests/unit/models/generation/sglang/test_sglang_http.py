@@ -1,17 +1,16 @@
 import pickle
 
 import pytest
-import torch
 from fake_server import FakeEngineServer
-from sglang_config import make_config
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
-from nemo_rl.models.generation.sglang.sampler import EngineSampler
+
+KEYS = AccessKeys.make()
 
 
 def _client(fake, timeout_s=5.0):
-    return EngineClient("engine 4", fake.url, timeout_s)
+    return EngineClient("engine 4", fake.url, timeout_s, KEYS)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +30,15 @@ def test_a_bad_answer_raises_with_engine_endpoint_status_and_text(status, body, 
     assert fake.url in caught.value.engine
     for part in ("engine 4", "/end_weight_update", str(status), text):
         assert part in str(caught.value)
+
+
+def test_every_call_carries_the_key_that_its_endpoint_needs_and_no_error_shows_one():
+    with FakeEngineServer({"/model_info": (200, {}), "/flush_cache": (401, {"error": "Unauthorized"})}) as fake:
+        _client(fake).get("/model_info")
+        with pytest.raises(EngineError, match="Unauthorized") as caught:
+            _client(fake).post("/flush_cache", {})
+    assert fake.authorizations == [f"Bearer {KEYS.api_key}", f"Bearer {KEYS.admin_api_key}"]
+    assert not {KEYS.api_key, KEYS.admin_api_key} & {*str(caught.value).split(), *repr(caught.value).split()}
 
 
 def test_good_answers_are_json_or_text():
@@ -81,48 +89,3 @@ def test_checksums_of_all_ranks():
     with FakeEngineServer({"/weights_checker": (200, {"success": True, "ranks": ranks})}) as fake:
         assert _client(fake).checksums() == {"0/a": "1", "0/b": "2", "1/a": "3", "1/b": "4"}
         assert fake.requests == [("/weights_checker", {"action": "checksum"})]
-
-
-def _generation(urls, **server):
-    config = make_config(server=server)
-    return EngineSampler(cfg=config, urls=urls, pad_token_id=0, eos_token_ids=[2])
-
-
-def _prompts(num_prompts):
-    """Row i: i % 3 + 1 tokens, the last one 10 + i."""
-    lengths = [i % 3 + 1 for i in range(num_prompts)]
-    rows = [[7] * (n - 1) + [10 + i] + [0] * (3 - n) for i, n in enumerate(lengths)]
-    return BatchedDataDict({"input_ids": torch.tensor(rows), "input_lengths": torch.tensor(lengths)})
-
-
-def test_requests_in_flight_are_bounded_per_engine_and_answers_keep_their_order():
-    with FakeEngineServer(delay_s=0.05) as first, FakeEngineServer(delay_s=0.05) as second:
-        batch = _generation([first.url, second.url], sglang_server_concurrency=3).generate(_prompts(20))
-    assert (first.max_in_flight, second.max_in_flight) == (3, 3)
-    assert (len(first.requests), len(second.requests)) == (10, 10)
-    last = batch["unpadded_sequence_lengths"] - 1
-    assert batch["output_ids"][torch.arange(20), last].tolist() == list(range(10, 30))
-    assert batch["unpadded_sequence_lengths"].tolist() == [i % 3 + 2 for i in range(20)]
-
-
-def test_prompts_reach_the_engine_without_padding_and_with_their_own_stop_strings():
-    data = _prompts(2)
-    data["stop_strings"] = [["a"], None]
-    with FakeEngineServer() as fake:
-        _generation([fake.url]).generate(data)
-    sent = {tuple(body["input_ids"]): body["sampling_params"]["stop"] for _, body in fake.requests}
-    assert sent == {(10,): ["a"], (7, 11): []}
-
-
-def test_a_failed_request_names_the_engine():
-    with (
-        FakeEngineServer() as good,
-        FakeEngineServer({"/generate": (500, "boom")}) as bad,
-        pytest.raises(EngineError, match=rf"engine 1 at {bad.url} /generate: HTTP 500: boom"),
-    ):
-        _generation([good.url, bad.url]).generate(_prompts(4))
-
-
-def test_an_engine_that_does_not_answer_is_an_error():
-    with FakeEngineServer(delay_s=2.5) as fake, pytest.raises(EngineError, match=r"engine 0 .*not within 1 s"):
-        _generation([fake.url], request_timeout_s=1.0).generate(_prompts(1))

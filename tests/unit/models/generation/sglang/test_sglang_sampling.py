@@ -2,8 +2,7 @@ import pytest
 import torch
 from sglang_config import make_config
 
-from nemo_rl.models.generation.sglang.sampler import pack_samples
-from nemo_rl.models.generation.sglang.sampling import Sample, build_request, parse_answer
+from nemo_rl.models.generation.sglang.sampling import Sample, build_request, pack_samples, parse_answer
 
 
 def _request(config, prompt_length, *, stop=None, greedy=False):

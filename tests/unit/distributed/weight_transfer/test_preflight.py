@@ -1,0 +1,54 @@
+"""What is refused before a group is made."""
+
+import pytest
+from gloo_engine import GlooEngine
+
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.errors import TransferError
+from nemo_rl.distributed.weight_transfer.preflight import check_ends
+from nemo_rl.distributed.weight_transfer.rollout_engines import connect_rollout_engines_from_distributed
+
+
+def engine(value: str | None, name: str = "engine 0") -> GlooEngine:
+    made = GlooEngine(name)
+    made.nccl_cumem_enable = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs"), [(None, None), ("0", "0"), ("1", "1"), (None, "-2"), ("-2", None), ("", None)]
+)
+def test_equal_ends_are_let_through(own: str | None, theirs: str | None) -> None:
+    check_ends([engine(theirs)], "nccl", {} if own is None else {"NCCL_CUMEM_ENABLE": own})
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "said"),
+    [
+        (None, "0", "NCCL_CUMEM_ENABLE: unset at the trainer, '0' at engine 1;"),
+        ("1", "0", "NCCL_CUMEM_ENABLE: '1' at the trainer, '0' at engine 1;"),
+        ("0", None, "NCCL_CUMEM_ENABLE: '0' at the trainer, unset at engine 1;"),
+    ],
+)
+def test_a_difference_is_refused_with_both_values(own: str | None, theirs: str | None, said: str) -> None:
+    environment = {} if own is None else {"NCCL_CUMEM_ENABLE": own}
+    engines = [engine(own), engine(theirs, "engine 1")]
+    with pytest.raises(TransferError) as caught:
+        check_ends(engines, "nccl", environment)
+    assert str(caught.value).startswith(said)
+    check_ends(engines, "gloo", environment)
+
+
+def test_connect_refuses_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    asked = GlooEngine("engine 0")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: got 'no_such_interface'"):
+        connect_rollout_engines_from_distributed(
+            rollout_engines=[asked],
+            engine_gpu_counts=[1],
+            group_name="refit",
+            backend="gloo",
+            master_address="127.0.0.1",
+            deadline=Deadline(5),
+        )
+    assert asked.calls == []
