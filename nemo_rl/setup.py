@@ -26,7 +26,7 @@ from nemo_rl.environments.factory import make_environment
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.model_source import check_model, resolve_model
-from nemo_rl.models.policy.export_plan import check_checkpoint
+from nemo_rl.models.policy.checkpoint import check_checkpoint
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.utils import PRECISION_DTYPES
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2

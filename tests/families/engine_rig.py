@@ -24,6 +24,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.engine_rules import CONSTANT_TENSORS
 from nemo_rl.distributed.weight_transfer.manifest import Manifest
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -34,8 +35,6 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicy
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 RANK_COUNTS = (1, 2)
-CONSTANTS = (".axis_map", ".position_ids", "model.normalizer")
-"""Buffers that the engine makes of the config: no checkpoint changes them."""
 BUCKET_BYTES = (1, 2**20, 2**30)
 """One tensor, or what the engine joins; 1 MiB; the whole model."""
 TIMEOUT_S = 120.0
@@ -142,7 +141,7 @@ class EngineRig:
             num_bytes=manifest.num_bytes,
             num_renamed=sum((spec.name,) != spec.sources for spec in manifest.specs),
             num_digests=len(first),
-            unmoved=tuple(name for name in first if first[name] == second[name] and not name.endswith(CONSTANTS)),
+            unmoved=tuple(name for name in first if first[name] == second[name] and not CONSTANT_TENSORS.search(name)),
             num_equal=min(equal),
             num_refits=len(equal),
             answers=", ".join(answers),

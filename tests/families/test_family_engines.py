@@ -3,6 +3,7 @@
 And, on larger Llamas, what one changed tensor does, and what twenty refits do to memory.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 from engine_rig import EngineRig, ask, digests_of
 from family import Family, Weights
 from text_families import TEXT_FAMILIES
@@ -17,7 +19,9 @@ from transformers import LlamaConfig
 from vision_families import VISION_FAMILIES
 
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.weight_sync.factory import create_weight_synchronizer
 
 FAMILIES = {family.name: family for family in (*TEXT_FAMILIES, *VISION_FAMILIES)}
 NUM_REFITS = 20
@@ -89,6 +93,37 @@ def test_log_probs_follow_one_changed_tensor_and_memory_stays_flat(
             grown = growth_bytes(lambda: rig.refit(2, generation, 2**23), rig, generation)
             assert max(grown.values()) < manifest.num_bytes, grown
         rig.policies[2].disconnect_sglang_rollout_engines_distributed()
+
+
+def save_as_in_memory(weights: Weights) -> Weights:
+    """Experts of a layer as one stack, which the engine does not know: it skips it, from disk and from the wire."""
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(name for name in weights if ".experts." in name):
+        prefix, _, rest = name.partition(".experts.")
+        experts.setdefault(f"{prefix}.experts.{rest.split('.')[1]}", []).append(weights[name])
+    stacked = {name: torch.stack(parts) for name, parts in experts.items()}
+    layers = {name.rpartition(".experts.")[0] for name in stacked}
+    fused = {
+        f"{layer}.experts.gate_up_proj": torch.cat(
+            [stacked[f"{layer}.experts.gate_proj"], stacked[f"{layer}.experts.up_proj"]], dim=1
+        )
+        for layer in layers
+    }
+    fused |= {f"{layer}.experts.down_proj": stacked[f"{layer}.experts.down_proj"] for layer in layers}
+    return {name: tensor for name, tensor in weights.items() if ".experts." not in name} | fused
+
+
+def test_experts_that_the_engine_skips_from_disk_and_wire_stop_the_first_refit(rig: EngineRig, tmp_path: Path) -> None:
+    family = dataclasses.replace(FAMILIES["Qwen3-MoE"], to_hub_layout=save_as_in_memory)
+    with rig.engine_on(family, tmp_path) as (generation, folder):
+        assert "model.layers.0.mlp.experts.gate_up_proj" in {spec.name for spec in rig.load(1, folder).specs}
+        synchronizer = create_weight_synchronizer(
+            policy=rig.policies[1], generation=generation, generation_backend="sglang", colocated=False
+        )
+        with pytest.raises(TransferError, match=r"engine 0: no weight of the policy reaches 4 of .*experts.w13_weight"):
+            synchronizer.sync_weights()
+        assert synchronizer.is_stale
+        rig.policies[1].disconnect_sglang_rollout_engines_distributed()
 
 
 def growth_bytes(refit: Callable[[], object], rig: EngineRig, generation: SGLangGeneration) -> dict[str, int]:

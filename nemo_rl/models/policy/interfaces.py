@@ -85,8 +85,11 @@ class PolicyInterface(ABC):
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
+        negated: bool = False,
     ) -> RefitStats:
         """Send every weight to every engine. Called on every trainer rank; every rank raises or none does.
+
+        `negated` sends -x for each weight x, to see what of the engines the weights reach.
 
         `rollout_engine_lock` is part of the ecosystem's signature: here the driver alone calls, so None will do.
         """

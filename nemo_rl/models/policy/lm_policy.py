@@ -115,6 +115,7 @@ class Policy(PolicyInterface):
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
+        negated: bool = False,
     ) -> RefitStats:
         stats: list[RefitStats] = self.workers.run(
             "update_weights_to_sglang_distributed",
@@ -124,6 +125,7 @@ class Policy(PolicyInterface):
             rollout_engine_lock=rollout_engine_lock,
             target_precision=target_precision,
             sglang_quantization_cfg=sglang_quantization_cfg,
+            negated=negated,
         )
         return stats[0]
 

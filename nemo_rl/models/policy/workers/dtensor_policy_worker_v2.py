@@ -180,6 +180,7 @@ class DTensorPolicyWorkerV2:
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
+        negated: bool = False,
     ) -> RefitStats:
         """Gather every weight, bucket by bucket; rank 0 sends each bucket to every engine.
 
@@ -194,7 +195,7 @@ class DTensorPolicyWorkerV2:
         group, manifest = self._update_group, self.export_plan.manifest
         deadline = Deadline(self._server_cfg.refit_timeout_s)
         sender = BucketSender(rollout_engines, group, manifest, deadline) if group is not None else None
-        tensors = dtensor_params_generator(self.model, self.export_plan)
+        tensors = dtensor_params_generator(self.model, self.export_plan, negated=negated)
         try:
             return broadcast_hf_buckets_via_distributed_impl(
                 bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest), sender=sender

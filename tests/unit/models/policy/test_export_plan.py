@@ -1,5 +1,6 @@
 """The manifest against the checkpoint on disk: what is repaired, by which rule, and what is refused by name."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
+from nemo_rl.models.policy.checkpoint import check_checkpoint, read_headers
 from nemo_rl.models.policy.export import dtensor_params_generator
-from nemo_rl.models.policy.export_plan import check_checkpoint, read_headers
 from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
 
 Weights = dict[str, torch.Tensor]
 UP = "model.layers.0.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
@@ -57,6 +59,93 @@ def test_a_checkpoint_that_is_not_the_models_is_refused_by_name(
     folder = write(tmp_path / "model", config, change)
     with pytest.raises(ValueError, match=f"policy.model_name: .*{says}"):
         check_checkpoint(folder, torch.bfloat16)
+
+
+def test_a_config_that_ties_what_differs_on_disk_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", cases.dense_config(tied=False))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(
+        ValueError, match=r"policy.model_name: config.json ties lm_head.weight to model.embed_tokens.weight"
+    ):
+        check_checkpoint(folder, torch.bfloat16)
+
+
+def to_index(folder: Path, file: str = "model-00001-of-00001.safetensors") -> Path:
+    """Move the weights into a file that an index names."""
+    names = list(read_headers(folder))
+    (folder / "model.safetensors").rename(folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file)}))
+    return folder
+
+
+def remove_index(folder: Path) -> None:
+    (to_index(folder) / INDEX).unlink()
+
+
+def remove_file(folder: Path) -> None:
+    (to_index(folder) / "model-00001-of-00001.safetensors").unlink()
+
+
+def leave_both(folder: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    (to_index(folder) / "model.safetensors").write_bytes(weights)
+
+
+def add_adapter(folder: Path) -> None:
+    save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
+
+
+def cut_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (remove_index, r"holds \['model-00001-of-00001.safetensors'\] and no model.safetensors.index.json"),
+        (remove_file, "names files that are not there: model-00001-of-00001.safetensors"),
+        (leave_both, "holds both model.safetensors and model.safetensors.index.json"),
+        (add_adapter, "holds .*adapter_model.safetensors.* and no model.safetensors.index.json"),
+        (cut_file, "model.safetensors cannot be read"),
+        (lambda folder: (to_index(folder) / INDEX).write_text("{}"), "is no index of weights"),
+        (lambda folder: (to_index(folder) / INDEX).write_text("{"), "is no index of weights"),
+        (lambda folder: (to_index(folder) / INDEX).write_text('{"weight_map": []}'), "is no index of weights"),
+    ],
+)
+def test_files_that_trainer_and_engine_would_not_read_alike_are_refused(
+    change: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "model", cases.dense_config(tied=True))
+    change(folder)
+    with pytest.raises(ValueError, match=f"^policy.model_name: .*{says}"):
+        check_checkpoint(folder, torch.bfloat16)
+
+
+def test_a_file_of_another_format_beside_the_weights_is_no_harm(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", cases.dense_config(tied=True))
+    save_file({"a": torch.ones(1)}, folder / "consolidated.safetensors")
+    check_checkpoint(folder, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures 'Qwen3ForCausalLM'; allowed: a list"),
+        ({"architectures": ["Qwen3Model"]}, "names the architecture 'Qwen3Model'"),
+        ({"hidden_size": "x"}, "cannot read .*config.json"),
+        ({"num_attention_heads": 0}, "cannot (read|load)"),
+        ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "a.B"}}, "cannot read .*config.json"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_one_line(change: dict[str, object], says: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", cases.dense_config(tied=True))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=f"^policy.model_name: .*{says}") as refused:
+        check_checkpoint(folder, torch.bfloat16)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("config", [cases.dense_config(tied=True), cases.dense_config(tied=False), cases.moe_config()])
