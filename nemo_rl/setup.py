@@ -63,9 +63,9 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
     model_folder = resolve_model(config.policy.model_name)
-    tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
     vocab_size = check_model(model_folder)
     check_checkpoint(model_folder, PRECISION_DTYPES[config.policy.precision])
+    tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
     encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
     pad_token_id = int(tokenizer.pad_token_id)
     train, validation = (
