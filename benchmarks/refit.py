@@ -31,6 +31,7 @@ from nemo_rl.setup import prepare_inputs, start_participants
 from nemo_rl.utils.log import configure_logging
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import make_run_folder
+from nemo_rl.utils.timer import Timer
 
 NUM_REPEATS = 5
 Report = dict[str, Any]
@@ -73,21 +74,26 @@ def concrete(run: Participants) -> tuple[Policy, SGLangGeneration]:
 def time_refits(run: Participants, policy: Policy) -> Report:
     num_bytes = int(run.synchronizer.metrics()["refit/bytes"])
     raw = repeat(lambda: max(policy.workers.run("raw_broadcast_s", timeout_s=600.0, num_bytes=num_bytes)))
-    refit = repeat(lambda: timed(run.synchronizer.sync_weights))
+    timer = Timer()
+    seconds = [refit_spans(run, timer) for _ in range(1 + NUM_REPEATS)][1:]
     names = ("bytes", "tensors", "buckets")
-    return {name: int(run.synchronizer.metrics()[f"refit/{name}"]) for name in names} | {"raw_s": raw, "refit_s": refit}
+    return {name: int(run.synchronizer.metrics()[f"refit/{name}"]) for name in names} | {
+        "raw_s": raw,
+        "refit_s": [spans["refit"] for spans in seconds],
+        "verify_s": [spans["refit_verify"] for spans in seconds],
+    }
+
+
+def refit_spans(run: Participants, timer: Timer) -> dict[str, float]:
+    """Seconds of one refit, and of its proof by `refit.verify`."""
+    run.synchronizer.sync_weights(timer=timer)
+    return timer.take()
 
 
 def repeat(measure: Callable[[], float]) -> list[float]:
     """Seconds of each repeat, after one that does not count."""
     measure()
     return [measure() for _ in range(NUM_REPEATS)]
-
-
-def timed(action: Callable[[], None]) -> float:
-    start_s = time.perf_counter()
-    action()
-    return time.perf_counter() - start_s
 
 
 def prove(config: MasterConfig, run: Participants, generation: SGLangGeneration, exported: Path) -> Report:
@@ -127,10 +133,11 @@ def show(report: Report, folder: Path) -> None:
     raw_s, refit_s, num_bytes = median(report["raw_s"]), median(report["refit_s"]), report["bytes"]
     console = Console(highlight=False)
     console.print(f"{num_bytes / 1e6:.0f} MB, {report['tensors']} tensors, {report['buckets']} buckets")
-    for name, seconds in (("raw broadcast", report["raw_s"]), ("whole refit", report["refit_s"])):
+    for name, key in (("raw broadcast", "raw_s"), ("whole refit", "refit_s"), ("its proof", "verify_s")):
+        seconds = report[key]
         spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-        rate = num_bytes / 1e6 / median(seconds)
-        console.print(f"{name:<14} {median(seconds):6.2f} s  ({spread}, {len(seconds)} repeats)  {rate:6.0f} MB/s")
+        rate = "" if key == "verify_s" else f"  {num_bytes / 1e6 / median(seconds):6.0f} MB/s"
+        console.print(f"{name:<14} {median(seconds):6.2f} s  ({spread}, {len(seconds)} repeats){rate}")
     console.print(f"refit / raw    {refit_s / raw_s:6.2f}")
     console.print(
         f"after a step {report['checksums_moved_by_training']} of {report['checksums']} engine checksums differ; "

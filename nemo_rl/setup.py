@@ -26,7 +26,7 @@ from nemo_rl.environments.factory import make_environment
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.model_source import check_model, resolve_model
-from nemo_rl.models.policy.export_plan import check_checkpoint
+from nemo_rl.models.policy.checkpoint import check_checkpoint
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.utils import PRECISION_DTYPES
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
@@ -63,9 +63,9 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
     model_folder = resolve_model(config.policy.model_name)
-    tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
     vocab_size = check_model(model_folder)
     check_checkpoint(model_folder, PRECISION_DTYPES[config.policy.precision])
+    tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
     encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
     pad_token_id = int(tokenizer.pad_token_id)
     train, validation = (

@@ -271,6 +271,8 @@ class RefitConfig(Section):
     """Proof of each refit by the engines' checksums. `engines`: all engines agree; `full`: also with the trainer's exported
     folder loaded from disk; `off`: neither. The first refit is always compared with what the engines loaded.
     """
+    engine_constants: list[NonEmptyStr] = []
+    """Endings of the names of engine tensors that no weight reaches, because the engine makes them of its config."""
 
     @field_validator("verify", mode="before")
     @classmethod

@@ -56,14 +56,11 @@ def check_model(folder: Path) -> int:
         ValueError: what cannot be loaded later, with the key.
     """
     from safetensors import SafetensorError, safe_open
-    from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{_KEY}: cannot read {folder}/config.json ({' '.join(str(error).split())[:200]})") from error
+    config = read_config(folder)
     find_model_class(config)
-    if getattr(config, "quantization_config", None) is not None:
+    parts = (config, config.get_text_config())
+    if any(getattr(part, key, None) for part in parts for key in ("quantization_config", "compression_config")):
         raise ValueError(f"{_KEY}: {folder} is quantised; a policy trains on a plain checkpoint")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -77,6 +74,21 @@ def check_model(folder: Path) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def read_config(folder: Path) -> "PretrainedConfig":
+    """The config of a folder; code that lies beside it is never run.
+
+    Raises:
+        ValueError: it cannot be read, or wants that code.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{_KEY}: cannot read {folder}/config.json ({' '.join(str(error).split())[:400]})") from error
+    return config
+
+
 def find_model_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
     """The class that `architectures` names; without it, the causal LM of this kind of config.
 
@@ -88,6 +100,8 @@ def find_model_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
 
     language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     vision_language = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if isinstance(config.architectures, str):
+        raise ValueError(f"{_KEY}: config.json has architectures {config.architectures!r}; allowed: a list of one name")
     default = language.get(config.model_type) or vision_language.get(config.model_type)
     name = config.architectures[0] if config.architectures else str(default)
     if name not in language.values() and name not in vision_language.values():

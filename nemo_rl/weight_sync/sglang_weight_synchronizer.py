@@ -74,7 +74,9 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         with timer.span("refit"):
             self._generation.pause(deadline)
         with timer.span("refit_verify"):
-            self._proof.begin(deadline)
+            if self._proof.begin(deadline):
+                self._transfer(deadline, negated=True)
+                self._proof.check_reach(deadline)
         start_s = time.perf_counter()
         with timer.span("refit"):
             self._last_stats = self._transfer(deadline)
@@ -108,13 +110,14 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._generation.clear_updatable_num_new_engines()
         self._connected = True
 
-    def _transfer(self, deadline: Deadline) -> RefitStats:
+    def _transfer(self, deadline: Deadline, *, negated: bool = False) -> RefitStats:
         self._generation.begin_weight_update(deadline)
         try:
             stats = self._policy.update_weights_to_sglang_distributed(
                 rollout_engines=self._generation.rollout_engines,
                 buffer_size_bytes=self._buffer_size_bytes,
                 target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
+                negated=negated,
             )
         except Exception:
             self._connected = False

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import psutil
 import ray
 import torch
 from family import Family, write_checkpoint
@@ -23,6 +24,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.engine_rules import CONSTANT_TENSORS
 from nemo_rl.distributed.weight_transfer.manifest import Manifest
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -33,8 +35,6 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicy
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 RANK_COUNTS = (1, 2)
-CONSTANTS = (".axis_map", ".position_ids", "model.normalizer")
-"""Buffers that the engine makes of the config: no checkpoint changes them."""
 BUCKET_BYTES = (1, 2**20, 2**30)
 """One tensor, or what the engine joins; 1 MiB; the whole model."""
 TIMEOUT_S = 120.0
@@ -46,6 +46,14 @@ class FamilyWorker(DTensorPolicyWorkerV2):
         """Take another checkpoint in the place of the one that the worker was made with."""
         self.model, self.export_plan = load_sharded_model(folder, self.mesh, self.shard_options)
         return self.export_plan.manifest
+
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply one parameter, as training might."""
+        with torch.no_grad():
+            self.model.get_parameter(name).mul_(factor)
+
+    def resident_bytes(self) -> int:
+        return int(psutil.Process().memory_info().rss)
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,9 @@ class EngineRig:
             start_ray(device="cpu", num_slots=1 + sum(RANK_COUNTS), num_nodes=1)
             stack.callback(ray.shutdown)
             self._engine_slot = self._cluster("engine", 1)
-            self._policies = {num: Policy(cfg=self._config(()), worker_class=FamilyWorker) for num in RANK_COUNTS}
+            self.policies = {num: Policy(cfg=self._config(()), worker_class=FamilyWorker) for num in RANK_COUNTS}
             self._started: set[int] = set()
-            for policy in self._policies.values():
+            for policy in self.policies.values():
                 stack.callback(policy.shutdown)
             self._stack = stack.pop_all()
         return self
@@ -104,28 +112,28 @@ class EngineRig:
         folders = [folder / name for name in ("w0", "w1")]
         for seed, target in enumerate(folders):
             write_checkpoint(family, target, seed=seed)
-        with self._engine(family, folders[0], folder) as generation:
+        with self.engine(family, folders[0], folder) as generation:
             return self._prove(family, generation, folders, start_s)
 
     def _prove(self, family: Family, generation: SGLangGeneration, folders: list[Path], start_s: float) -> Row:
-        first = _digests(generation)
+        first = digests_of(generation)
         generation.update_weights_from_disk(str(folders[1]), Deadline(TIMEOUT_S))
-        second, answers = _digests(generation), _ask(family, generation)
+        second, answers = digests_of(generation), ask(family, generation)
         _restore(generation, folders[0], first)
         equal, seconds = [], math.nan
         for num_ranks in RANK_COUNTS:
-            manifest = self._load(num_ranks, folders[1])
-            self._connect(num_ranks, generation)
+            manifest = self.load(num_ranks, folders[1])
+            self.connect(num_ranks, generation)
             for bucket_bytes in BUCKET_BYTES:
-                seconds = self._refit(num_ranks, generation, bucket_bytes)
-                equal.append(_num_equal(second, _digests(generation)))
-                assert _ask(family, generation) == answers, f"{family.name}: another answer than after a load from disk"
+                seconds = self.refit(num_ranks, generation, bucket_bytes)
+                equal.append(_num_equal(second, digests_of(generation)))
+                assert ask(family, generation) == answers, f"{family.name}: another answer than after a load from disk"
                 _restore(generation, folders[0], first)
         generation.update_weights_from_disk(str(folders[1]), Deadline(TIMEOUT_S))
-        self._load(2, folders[0])
-        self._refit(2, generation, BUCKET_BYTES[1])
-        equal.append(_num_equal(first, _digests(generation)))
-        for policy in self._policies.values():
+        self.load(2, folders[0])
+        self.refit(2, generation, BUCKET_BYTES[1])
+        equal.append(_num_equal(first, digests_of(generation)))
+        for policy in self.policies.values():
             policy.disconnect_sglang_rollout_engines_distributed()
         return Row(
             family=family.name,
@@ -133,7 +141,7 @@ class EngineRig:
             num_bytes=manifest.num_bytes,
             num_renamed=sum((spec.name,) != spec.sources for spec in manifest.specs),
             num_digests=len(first),
-            unmoved=tuple(name for name in first if first[name] == second[name] and not name.endswith(CONSTANTS)),
+            unmoved=tuple(name for name in first if first[name] == second[name] and not CONSTANT_TENSORS.search(name)),
             num_equal=min(equal),
             num_refits=len(equal),
             answers=", ".join(answers),
@@ -141,8 +149,8 @@ class EngineRig:
             total_s=time.monotonic() - start_s,
         )
 
-    def _load(self, num_ranks: int, folder: Path) -> Manifest:
-        policy = self._policies[num_ranks]
+    def load(self, num_ranks: int, folder: Path) -> Manifest:
+        policy = self.policies[num_ranks]
         if num_ranks not in self._started:
             policy.launch(
                 self._cluster(f"trainers{num_ranks}", num_ranks),
@@ -158,18 +166,18 @@ class EngineRig:
         manifest: Manifest = manifests[0]
         return manifest
 
-    def _connect(self, num_ranks: int, generation: SGLangGeneration) -> None:
-        self._policies[num_ranks].connect_sglang_rollout_engines_distributed(
+    def connect(self, num_ranks: int, generation: SGLangGeneration) -> None:
+        self.policies[num_ranks].connect_sglang_rollout_engines_distributed(
             rollout_engines=generation.rollout_engines, engine_gpu_counts=generation.engine_gpu_counts
         )
 
-    def _refit(self, num_ranks: int, generation: SGLangGeneration, bucket_bytes: int) -> float:
+    def refit(self, num_ranks: int, generation: SGLangGeneration, bucket_bytes: int) -> float:
         """Seconds."""
         deadline = Deadline(TIMEOUT_S)
         generation.pause(deadline)
         start_s = time.monotonic()
         generation.begin_weight_update(deadline)
-        self._policies[num_ranks].update_weights_to_sglang_distributed(
+        self.policies[num_ranks].update_weights_to_sglang_distributed(
             rollout_engines=generation.rollout_engines, buffer_size_bytes=bucket_bytes
         )
         generation.end_weight_update(deadline)
@@ -181,7 +189,14 @@ class EngineRig:
         return RayVirtualCluster(name=name, num_bundles=num_bundles, slots_per_bundle=1, device="cpu")
 
     @contextlib.contextmanager
-    def _engine(self, family: Family, model_folder: Path, log_folder: Path) -> Iterator[SGLangGeneration]:
+    def engine_on(self, family: Family, folder: Path) -> Iterator[tuple[SGLangGeneration, Path]]:
+        """An engine on a checkpoint of the family, and that checkpoint."""
+        write_checkpoint(family, folder / "w0", seed=0)
+        with self.engine(family, folder / "w0", folder) as generation:
+            yield generation, folder / "w0"
+
+    @contextlib.contextmanager
+    def engine(self, family: Family, model_folder: Path, log_folder: Path) -> Iterator[SGLangGeneration]:
         layout = Layout(num_nodes=1, num_train_slots=1, num_engines=1, num_slots_per_engine=1)
         generation = SGLangGeneration(cfg=self._config(family.server_args), layout=layout, device="cpu")
         try:
@@ -209,14 +224,14 @@ class EngineRig:
         )
 
 
-def _digests(generation: SGLangGeneration) -> Digests:
+def digests_of(generation: SGLangGeneration) -> Digests:
     (digests,) = generation.weight_checksums(Deadline(TIMEOUT_S))
     return digests
 
 
 def _restore(generation: SGLangGeneration, folder: Path, expected: Digests) -> None:
     generation.update_weights_from_disk(str(folder), Deadline(TIMEOUT_S))
-    assert _digests(generation) == expected, "loading the first checkpoint again does not restore it"
+    assert digests_of(generation) == expected, "loading the first checkpoint again does not restore it"
 
 
 def _num_equal(expected: Digests, found: Digests) -> int:
@@ -224,7 +239,7 @@ def _num_equal(expected: Digests, found: Digests) -> int:
     return sum(expected[name] == found[name] for name in expected)
 
 
-def _ask(family: Family, generation: SGLangGeneration) -> dict[str, Any]:
+def ask(family: Family, generation: SGLangGeneration) -> dict[str, Any]:
     """Tokens and log-probs of a greedy answer to a text, and to a picture where the family takes one."""
     if not family.generates:
         return {}

@@ -52,7 +52,9 @@ def assert_all_gone(mark: str, within_s: float) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     log_dir = tmp_path_factory.mktemp("run")
     done = subprocess.run(
-        command(log_dir, "loss_fn.reference_policy_kl_penalty=0.01", "policy.optimizer.kwargs.lr=1e-3"),
+        command(
+            log_dir, "loss_fn.reference_policy_kl_penalty=0.01", "policy.optimizer.kwargs.lr=1e-3", "refit.verify=full"
+        ),
         capture_output=True,
         text=True,
         timeout=400,
@@ -76,6 +78,14 @@ def test_metrics_have_every_step_with_its_numbers(finished: tuple[Path, subproce
         assert 0 < row["gen/mean_length"] <= 16
     assert len({row["refit/bytes"] for row in rows[1:]}) == 1
     assert rows[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_every_refit_was_proven_by_the_exported_folder(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    log = (finished[0] / "engines/sglang_engine_0.log").read_text()
+    assert log.count("Update engine weights online from disk") >= NUM_STEPS + 1
+    assert not (finished[0] / "refit_export").exists()
+    rows = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["time/refit_verify_s"] > 0 for row in rows[1:])
 
 
 def test_the_console_has_one_aligned_line_per_step(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

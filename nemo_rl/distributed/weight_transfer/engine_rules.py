@@ -9,6 +9,9 @@ FLOAT32_TENSORS = re.compile(
 them in another dtype, or all of itself in float32. Where an engine does not, it rounds as the trainer would.
 """
 
+CONSTANT_TENSORS = re.compile(r"(?:^|\.)(?:axis_map|position_ids|normalizer|embed_scale)$")
+"""Buffers that the engine makes of its config: no checkpoint holds them."""
+
 JOINED_TENSORS = (
     # Multi-head latent attention (DeepSeek and its kin; Dots3 joins a gate, too).
     re.compile(r"(.*\.)(?:q_a_proj|kv_a_proj_with_mqa|g_proj)\."),

@@ -24,11 +24,16 @@ def clean_name(name: str) -> str:
     return WRAPPER_PREFIXES.sub("", name)
 
 
-def dtensor_params_generator(model: PreTrainedModel, plan: ExportPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def dtensor_params_generator(
+    model: PreTrainedModel, plan: ExportPlan, *, negated: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of the manifest once, in its order: (checkpoint name, whole contiguous tensor).
 
     Collective: every rank must walk it all. At most one module tensor is whole at a time, or those of one layer that a
     conversion needs together, such as its stack of experts.
+
+    Args:
+        negated: every bit pattern differs from the weight's (-x, for integers ~x), zeros too.
 
     Raises:
         ManifestError: on every rank, before anything is gathered, when the model has other names than at set-up.
@@ -45,7 +50,10 @@ def dtensor_params_generator(model: PreTrainedModel, plan: ExportPlan) -> Iterat
             tensor = made.pop(spec.name)
             if spec.transposed:
                 tensor = tensor.transpose(-1, -2)
-            yield spec.name, tensor.to(spec.dtype).contiguous()
+            tensor = tensor.to(spec.dtype)
+            if negated:
+                tensor = tensor.neg() if tensor.is_floating_point() else ~tensor
+            yield spec.name, tensor.contiguous()
 
 
 def _gather(value: torch.Tensor) -> torch.Tensor:
@@ -53,8 +61,14 @@ def _gather(value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan: ExportPlan) -> None:
+    tied = plan.twin.all_tied_weights_keys
+    parameters = {clean_name(name): value for name, value in model.named_parameters(remove_duplicate=False)}
+    if parted := [f"{a} from {b}" for a, b in tied.items() if parameters.get(a) is not parameters.get(b)]:
+        raise ManifestError(
+            f"{type(model).__name__} has weights that were tied at set-up and are not: {listed(parted)}"
+        )
     planned = {source for spec in plan.manifest.specs for source in spec.sources}
-    held = state.keys() - plan.twin.all_tied_weights_keys.keys()
+    held = state.keys() - tied.keys()
     if planned != held:
         raise ManifestError(
             f"{type(model).__name__} has changed since set-up: gone are {listed(sorted(planned - held)) or 'none'}; "
@@ -83,7 +97,9 @@ def export_hf(
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes for the owner alone; who serves the model may be another user
     config = copy.deepcopy(model.config)
-    config.dtype = dtype
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:  # engines go by the text part of a vision-language model
+            part.dtype = dtype
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     if tokenizer is not None:

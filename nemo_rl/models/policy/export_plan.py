@@ -5,26 +5,27 @@ reverses them; here that is asked of the meta twin once, and what comes out is c
 engines load the disk's names, shapes and layout and skip what they do not know.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from nemo_rl.distributed.weight_transfer.engine_rules import FLOAT32_TENSORS
 from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec, listed
-from nemo_rl.models.model_source import find_model_class
 from nemo_rl.models.policy.conversions import TensorGroup, group_tensors, lost_names
 
 Headers = Mapping[str, tuple[tuple[int, ...], str]]
 """Checkpoint name -> shape, and dtype as safetensors names it: `BF16`."""
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_INTEGER_DTYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -38,55 +39,11 @@ class ExportPlan:
     """
 
 
-def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names, shapes and dtypes of a safetensors checkpoint; no weight is read."""
-    index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    headers = {}
-    for file in sorted(files):
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 it is no mapping
-                piece = opened.get_slice(name)
-                headers[name] = (tuple(piece.get_shape()), str(piece.get_dtype()))
-    return headers
-
-
-def check_checkpoint(folder: Path, dtype: torch.dtype) -> None:
-    """Do on meta, in a second and without reading weights, what the trainer ranks will do with the folder.
-
-    Raises:
-        ValueError: weights that are absent or do not fit, or that could not be sent as the folder has them; by name.
-    """
-    headers = read_headers(folder)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # the table that loading would print is in the error below
-    transformers_logging.disable_progress_bar()
-    try:
-        loaded: Any = find_model_class(AutoConfig.from_pretrained(folder)).from_pretrained(
-            folder, dtype=dtype, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    check_loaded(folder, loaded[1])
-    make_export_plan(loaded[0], headers, dtype)
-
-
-def check_loaded(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise ValueError when transformers has filled in weights of its own."""
-    absent = [str(name) for name in sorted(info["missing_keys"])]
-    misfit = [f"{name} {list(held)} instead of {list(asked)}" for name, held, asked in sorted(info["mismatched_keys"])]
-    if absent or misfit:
-        raise ValueError(
-            f"policy.model_name: {folder} lacks weights or has them in another shape than the model: "
-            f"{listed([*absent, *misfit])}"
-        )
-
-
 def make_export_plan(twin: PreTrainedModel, headers: Headers, dtype: torch.dtype) -> ExportPlan:
     """Plan what is exported of `twin`, floating tensors in `dtype`.
 
     Rules for what differs from the checkpoint on disk: a tensor that a conversion transposes is transposed back; any
-    float dtype is cast; a tied weight goes under the one name that is saved; what the disk holds and the model has no
+    float dtype is cast, integers take the disk's width; a tied weight goes under the one name that is saved; what the disk holds and the model has no
     place for stays as the engines loaded it. Float32 stay the tensors that engines hold so, and those that the
     checkpoint has in float32 among narrower ones.
 
@@ -122,11 +79,15 @@ def _reconciled(spec: TensorSpec, headers: Headers, group: TensorGroup) -> Tenso
     if spec.name not in headers:
         raise ValueError(f"{spec.describe()}: the checkpoint holds no such name")
     shape, on_disk = headers[spec.name]
-    if spec.dtype.is_floating_point != (on_disk in _FLOAT_DTYPES):
+    if spec.dtype in _INTEGER_DTYPES.values() and on_disk in _INTEGER_DTYPES:
+        spec = replace(spec, dtype=_INTEGER_DTYPES[on_disk])
+    elif (spec.dtype == torch.bool) != (on_disk == "BOOL") or spec.dtype.is_floating_point != (
+        on_disk in _FLOAT_DTYPES
+    ):
         raise ValueError(f"{spec.describe()}: the checkpoint holds it as {on_disk}")
     if shape == spec.shape:
         return spec
     is_swapped = len(shape) > 1 and shape == (*spec.shape[:-2], spec.shape[-1], spec.shape[-2])
     if is_swapped and group.transposes:
-        return TensorSpec(spec.name, shape, spec.dtype, spec.sources, transposed=True)
+        return replace(spec, shape=shape, transposed=True)
     raise ValueError(f"{spec.describe()}: the checkpoint holds it as {list(shape)}")

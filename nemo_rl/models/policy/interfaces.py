@@ -72,9 +72,17 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
+        self,
+        *,
+        rollout_engines: Sequence[Receiver],
+        engine_gpu_counts: list[int],
+        group_name: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        """Make the weight-update group: trainer rank 0 and every engine rank. Called on every trainer rank."""
+        """Make the weight-update group: trainer rank 0 and every engine rank. Called on every trainer rank.
+
+        `timeout_s` is what is left of the caller's deadline; None: `refit_timeout_s`.
+        """
 
     @abstractmethod
     def update_weights_to_sglang_distributed(
@@ -85,8 +93,12 @@ class PolicyInterface(ABC):
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
+        negated: bool = False,
+        timeout_s: float | None = None,
     ) -> RefitStats:
         """Send every weight to every engine. Called on every trainer rank; every rank raises or none does.
+
+        `negated` sends -x for each weight x, to see what of the engines the weights reach.
 
         `rollout_engine_lock` is part of the ecosystem's signature: here the driver alone calls, so None will do.
         """

@@ -92,16 +92,22 @@ class Policy(PolicyInterface):
         self.workers.run("export_hf", timeout_s=_STEP_TIMEOUT_S, folder=folder)
 
     def free_memory_bytes(self) -> int:
-        return min(self.workers.run("free_memory_bytes", timeout_s=self._refit_timeout_s))
+        return min(self.workers.run("free_memory_bytes", timeout_s=self._answer_by_s(None)))
 
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: Sequence[Receiver], engine_gpu_counts: list[int], group_name: str | None = None
+        self,
+        *,
+        rollout_engines: Sequence[Receiver],
+        engine_gpu_counts: list[int],
+        group_name: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         # A name of its own each time: an engine refuses a name that it still holds, from whichever policy.
         self._group_name = group_name or f"nemo_rl_refit_{uuid.uuid4().hex[:8]}"
         self.workers.run(
             "connect_sglang_rollout_engines_distributed",
-            timeout_s=self._refit_timeout_s,
+            timeout_s=self._answer_by_s(timeout_s),
+            limit_s=timeout_s,
             rollout_engines=rollout_engines,
             engine_gpu_counts=engine_gpu_counts,
             group_name=self._group_name,
@@ -115,30 +121,34 @@ class Policy(PolicyInterface):
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
+        negated: bool = False,
+        timeout_s: float | None = None,
     ) -> RefitStats:
         stats: list[RefitStats] = self.workers.run(
             "update_weights_to_sglang_distributed",
-            timeout_s=self._refit_timeout_s,
+            timeout_s=self._answer_by_s(timeout_s),
+            limit_s=timeout_s,
             rollout_engines=rollout_engines,
             buffer_size_bytes=buffer_size_bytes,
             rollout_engine_lock=rollout_engine_lock,
             target_precision=target_precision,
             sglang_quantization_cfg=sglang_quantization_cfg,
+            negated=negated,
         )
         return stats[0]
 
     def disconnect_sglang_rollout_engines_distributed(self) -> None:
         if self._workers is not None and self._workers.num_ranks:
-            self._workers.run("disconnect_sglang_rollout_engines_distributed", timeout_s=self._refit_timeout_s)
+            self._workers.run("disconnect_sglang_rollout_engines_distributed", timeout_s=self._answer_by_s(None))
 
     def shutdown(self) -> None:
         if self._workers is not None:
             self._workers.shutdown()
 
-    @property
-    def _refit_timeout_s(self) -> float:
+    def _answer_by_s(self, timeout_s: float | None) -> float:
         """Beyond the ranks' own deadline, so that their error arrives, which says more than the driver's."""
-        return self.cfg.generation.sglang_cfg.sglang_server_config.refit_timeout_s + _ANSWER_S
+        own_s = self.cfg.generation.sglang_cfg.sglang_server_config.refit_timeout_s
+        return (own_s if timeout_s is None else timeout_s) + _ANSWER_S
 
     def _forward(self, method: str, data: BatchedDataDict) -> BatchedDataDict:
         shards = [(shard,) for shard in data.shard_by_batch_size(self.workers.num_ranks)]

@@ -17,10 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.model_source import find_model_class
-from nemo_rl.models.policy.export_plan import ExportPlan, Headers, check_loaded, make_export_plan, read_headers
+from nemo_rl.models.model_source import find_model_class, read_config
+from nemo_rl.models.policy.checkpoint import check_loaded, read_headers
+from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def _read_on_rank0(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Mo
     if dist.get_rank() != 0:
         return None
     try:
-        model_class = find_model_class(AutoConfig.from_pretrained(folder))
+        model_class = find_model_class(read_config(Path(folder)))
         loaded: Any = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         headers = read_headers(Path(folder))
     except Exception as error:  # noqa: BLE001 whatever it is, the other ranks wait for the outcome

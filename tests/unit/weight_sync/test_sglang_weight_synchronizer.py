@@ -1,6 +1,7 @@
 """The refit as the driver leads it: order of events, what holds after success, what holds after a failure."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class FakePolicy(PolicyInterface):
         self.events.append(f"connect {engine_gpu_counts}")
 
     def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:  # type: ignore[override]
-        self.events.append("send")
+        self.events.append("send negated" if arguments["negated"] else "send")
         self.sent.append(arguments)
         if self.failure is not None:
             raise self.failure
@@ -84,6 +85,7 @@ class FakeGeneration(UpdatableGeneration):
         self.events = events
         self.versions = [0] * num_engines
         self.digests = [{"0/w": "a", "0/v": "b"} for _ in range(num_engines)]
+        self.negated = [{"0/w": "-a", "0/v": "-b"} for _ in range(num_engines)]
         self.after_send: list[dict[str, str]] | None = None
         self.after_load: list[dict[str, str]] | None = None
         self.end_failure: Exception | None = None
@@ -121,11 +123,9 @@ class FakeGeneration(UpdatableGeneration):
 
     def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
         self.events.append("checksums")
-        if self.after_load is not None and "load" in self.events:
-            return self.after_load
-        if "send" in self.events and self.after_send is not None:
-            return self.after_send
-        return self.digests
+        last = next((event for event in reversed(self.events) if event in ("send", "send negated", "load")), "")
+        changed = {"send": self.after_send, "send negated": self.negated, "load": self.after_load or self.after_send}
+        return changed.get(last) or self.digests
 
     def update_weights_from_disk(self, folder: str, deadline: Deadline) -> None:
         assert Path(folder).is_dir()
@@ -184,7 +184,8 @@ def test_first_refit_then_the_next(policy: FakePolicy, generation: FakeGeneratio
     synchronizer.init_communicator()
     timer = Timer()
     synchronizer.sync_weights(timer=timer)
-    first = ["pause", "checksums", "begin", "send", "end", "checksums", "version 1", "resume"]
+    probe = ["pause", "checksums", "begin", "send negated", "end", "checksums"]
+    first = [*probe, "begin", "send", "end", "checksums", "version 1", "resume"]
     assert events == ["free memory", "connect [1, 1]", *first]
     assert not synchronizer.is_stale
     assert timer.take().keys() == {"refit", "refit_verify"}
@@ -242,6 +243,67 @@ def test_a_first_refit_that_changes_a_digest_stops_the_run(
     assert synchronizer.is_stale
 
 
+def test_a_first_refit_that_failed_its_proof_fails_again(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str]
+) -> None:
+    generation.after_send = [{"0/w": "a", "0/v": "other"}] * 2
+    synchronizer = make(policy, generation)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="1 of 2 tensors differ: 0/v"):
+            synchronizer.sync_weights()
+    assert generation.versions == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("negated", "says"),
+    [
+        ([{"0/w": "-a", "0/v": "b"}] * 2, "engine 0: no weight of the policy reaches 1 of 2 tensors.*: 0/v; "),
+        ([{"0/w": "-a", "0/v": "-b"}, {"0/w": "a", "0/v": "b"}], "engine 1: no weight .* 2 of 2 .*: 0/v, 0/w; "),
+    ],
+)
+def test_engine_tensors_that_no_weight_reaches_stop_the_run(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str], negated: list[dict[str, str]], says: str
+) -> None:
+    generation.negated = negated
+    synchronizer = make(policy, generation)
+    with pytest.raises(TransferError, match=says):
+        synchronizer.sync_weights()
+    assert "send" not in events
+    assert "resume" not in events
+    assert synchronizer.is_stale
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [(["odd.table"], None), ([], r"reaches 1 of 3 tensors, .*: 0/odd.table; .* refit.engine_constants$")],
+)
+def test_what_the_engine_makes_of_its_config_may_stay(
+    policy: FakePolicy, generation: FakeGeneration, named: list[str], says: str | None
+) -> None:
+    constants = {"0/rotary_emb.axis_map": "c", "0/odd.table": "d"}
+    generation.digests = [{"0/w": "a", **constants}] * 2
+    generation.negated = [{"0/w": "-a", **constants}] * 2
+    synchronizer = create_weight_synchronizer(
+        policy=policy,
+        generation=generation,
+        generation_backend="sglang",
+        colocated=False,
+        refit=RefitConfig(engine_constants=named),
+    )
+    with pytest.raises(TransferError, match=says) if says else nullcontext():
+        synchronizer.sync_weights()
+    assert generation.versions == ([0, 0] if says else [1, 1])
+
+
+@pytest.mark.parametrize("digests", [[], [{}], [{"0/w": "a"}, {}]])
+def test_engines_that_digest_nothing_prove_nothing(
+    policy: FakePolicy, generation: FakeGeneration, digests: list[dict[str, str]]
+) -> None:
+    generation.digests = digests
+    with pytest.raises(TransferError, match="digests no weight"):
+        make(policy, generation).sync_weights()
+
+
 W1 = {"0/w": "c", "0/v": "d"}
 
 
@@ -262,7 +324,7 @@ def test_what_each_level_of_proof_asks(
     generation = FakeGeneration(events, num_engines)
     synchronizer = make(FakePolicy(events), generation, verify=verify, export_folder=tmp_path / "export")
     synchronizer.sync_weights()
-    assert events.count("checksums") == (3 if verify == "full" else 2)
+    assert events.count("checksums") == (4 if verify == "full" else 3)
     events.clear()
     generation.digests = [W1] * num_engines
     synchronizer.sync_weights()
@@ -337,7 +399,7 @@ def test_one_bucket_size_is_decided_on_the_driver_and_handed_out(
     monkeypatch.setenv(MEMORY_RATIO_VARIABLE, "0.01")
     synchronizer.sync_weights()
     synchronizer.sync_weights()
-    assert [sent["buffer_size_bytes"] for sent in policy.sent] == [expected, expected]
+    assert [sent["buffer_size_bytes"] for sent in policy.sent] == [expected] * 3
 
 
 @pytest.mark.parametrize("ratio", ["0", "-1", "1.5", "nan", "much", ""])

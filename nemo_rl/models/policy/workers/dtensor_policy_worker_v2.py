@@ -160,17 +160,17 @@ class DTensorPolicyWorkerV2:
         rollout_engines: Sequence[Receiver],
         engine_gpu_counts: list[int],
         group_name: str,
-        timeout_s: float | None = None,
+        limit_s: float | None = None,
     ) -> None:
         """Make the weight-update group: rank 0 of the trainers and every engine rank. One that there is ends first.
 
         Args:
-            timeout_s: what is left of the caller's deadline; None: `refit_timeout_s`.
+            limit_s: what is left of the caller's deadline; None: `refit_timeout_s`.
 
         Raises:
             TransferError: on every rank, when an engine refuses or the group does not form in time.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self._deadline(limit_s)
 
         def connect() -> WeightUpdateGroup:
             self._part_from_old_group(deadline)
@@ -194,12 +194,13 @@ class DTensorPolicyWorkerV2:
         rollout_engine_lock: Any = None,
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        negated: bool = False,
+        limit_s: float | None = None,
     ) -> RefitStats:
         """Gather every weight, bucket by bucket; rank 0 sends each bucket to every engine.
 
         Args:
-            timeout_s: what is left of the caller's deadline; None: `refit_timeout_s`.
+            limit_s: what is left of the caller's deadline; None: `refit_timeout_s`.
 
         Raises:
             TransferError: on every rank, with one reason; the group is then gone.
@@ -208,11 +209,11 @@ class DTensorPolicyWorkerV2:
             raise ValueError(
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
-        deadline = self._deadline(timeout_s)
+        deadline = self._deadline(limit_s)
         on_rank0(self._require_group, self._exchange, deadline)
         group, manifest = self._update_group, self.export_plan.manifest
         sender = BucketSender(rollout_engines, group, manifest, deadline) if group is not None else None
-        tensors = dtensor_params_generator(self.model, self.export_plan)
+        tensors = dtensor_params_generator(self.model, self.export_plan, negated=negated)
         try:
             return broadcast_hf_buckets_via_distributed_impl(
                 bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest),
@@ -257,8 +258,8 @@ class DTensorPolicyWorkerV2:
         except TransferError as error:
             logger.warning("%s; a new group is made all the same", error)
 
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self._server_cfg.refit_timeout_s if timeout_s is None else timeout_s)
+    def _deadline(self, limit_s: float | None) -> Deadline:
+        return Deadline(self._server_cfg.refit_timeout_s if limit_s is None else limit_s)
 
     def _logprobs(self, model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
         return compute_logprobs(

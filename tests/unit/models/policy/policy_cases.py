@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, 
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.checkpoint import read_headers
 from nemo_rl.models.policy.export import dtensor_params_generator
-from nemo_rl.models.policy.export_plan import ExportPlan, make_export_plan, read_headers
+from nemo_rl.models.policy.export_plan import ExportPlan, make_export_plan
 from nemo_rl.models.policy.interfaces import LossNormalizer
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 

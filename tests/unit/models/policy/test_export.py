@@ -114,6 +114,29 @@ def test_a_persistent_float32_buffer_arrives_exact_and_rotary_caches_do_not_trav
     assert not any("inv_freq" in other for other in sent)
 
 
+def test_a_tie_that_was_broken_after_set_up_fails_the_walk(tmp_path: Path, mesh: DeviceMesh) -> None:
+    model, plan = load(cases.write_model(tmp_path / "model", cases.dense_config(tied=True)), mesh)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(
+        ManifestError, match=r"tied at set-up and are not: lm_head.weight from model.embed_tokens.weight$"
+    ):
+        next(dtensor_params_generator(model, plan))
+
+
+def test_negated_tensors_differ_in_every_value_zeros_too(tmp_path: Path, mesh: DeviceMesh) -> None:
+    name = "model.norm.weight"
+    folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True), {name: torch.zeros(64)})
+    model, plan = load(folder, mesh)
+    plain, negated = (
+        dict(dtensor_params_generator(model, plan)),
+        dict(dtensor_params_generator(model, plan, negated=True)),
+    )
+    assert plain.keys() == negated.keys()
+    for key, tensor in plain.items():
+        assert (tensor.view(torch.int16) != negated[key].view(torch.int16)).all(), key
+        assert torch.equal(-tensor, negated[key])
+
+
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_a_name_that_was_not_there_at_set_up_fails_the_walk_before_it_begins(
     kind: str, tmp_path: Path, mesh: DeviceMesh
