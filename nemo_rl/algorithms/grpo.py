@@ -10,11 +10,12 @@ from nemo_rl.data.loader import PromptLoader
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.experience.rollouts import Decoder, Rollout, run_rollout
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import UpdatableGeneration
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+from nemo_rl.weight_sync.recovering_generation import RecoveringGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class Participants:
     """Everything that the loop calls."""
 
     policy: PolicyInterface
-    generation: GenerationInterface
+    generation: UpdatableGeneration
     synchronizer: WeightSynchronizer
     environment: EnvironmentInterface
     tokenizer: Decoder
@@ -54,7 +55,7 @@ def train_step(config: MasterConfig, run: Participants, timer: Timer) -> dict[st
     """One GRPO step; returns its metrics."""
     prompts = run.train_prompts.next_batch().repeat_interleave(config.grpo.num_generations_per_prompt)
     with timer.span("generate"):
-        rollout = run_rollout(prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer)
+        rollout = sample(run, prompts)
     check_versions(rollout, run.synchronizer.version)
     with timer.span("train"):
         batch = prepare_batch(config, run.policy, rollout)
@@ -62,6 +63,14 @@ def train_step(config: MasterConfig, run: Participants, timer: Timer) -> dict[st
         run.synchronizer.mark_stale()
     run.synchronizer.sync_weights(timer=timer)
     return collect_metrics(rollout, batch, result, timer.take()) | run.synchronizer.metrics()
+
+
+def sample(run: Participants, prompts: BatchedDataDict, *, greedy: bool = False) -> Rollout:
+    """One scored response per prompt, also when engines are lost meanwhile."""
+    generation = RecoveringGeneration(run.generation, run.synchronizer)
+    return run_rollout(
+        prompts, generation=generation, environment=run.environment, tokenizer=run.tokenizer, greedy=greedy
+    )
 
 
 def check_versions(rollout: Rollout, version: int) -> None:
@@ -91,9 +100,7 @@ def validate(config: MasterConfig, run: Participants, *, step: int) -> dict[str,
     if run.validation_prompts is None:
         return {}
     prompts = run.validation_prompts.slice(0, config.grpo.max_val_samples)
-    rollout = run_rollout(
-        prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer, greedy=True
-    )
+    rollout = sample(run, prompts, greedy=True)
     run.metrics.log_samples(step, rollout.examples(config.logger.num_val_samples_to_print))
     return {
         "validation/accuracy": float(rollout.rewards.mean()),

@@ -36,8 +36,12 @@ class WeightSynchronizer(ABC):
         """Send every weight to every engine, all or nothing."""
 
     @abstractmethod
+    def restore_engines(self) -> None:
+        """Replace engines that were lost since the last refit; all then serve the same weights and version as before."""
+
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Of the last refit: `refit/bytes`, `refit/buckets`, `refit/tensors`, `refit/weight_version`,
+        """Of the last refit: `refit/bytes`, `refit/buckets`, `refit/tensors`, `refit/weight_version`, `refit/recoveries`,
         `refit/megabytes_per_s` (10^6 bytes, from the first gather to the last load).
         """
 

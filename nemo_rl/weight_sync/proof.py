@@ -34,18 +34,21 @@ class RefitProof:
         self._refit = refit
         self._export_folder = export_folder
         self._proven = False
-        self._from_disk: list[Digests] = []
-        """Of the engines as they started; kept until a first refit is proven."""
+        self._from_disk: Digests = {}
+        """Of an engine as it started; kept until a first refit is proven. All engines start from one folder."""
 
     def begin(self, deadline: Deadline) -> bool:
         """Before anything is sent. Returns whether negated weights are to be sent, and `check_reach` called, first."""
         if not self._proven and not self._from_disk:
-            self._from_disk = self._digests(deadline)
+            digests = self._digests(deadline)
+            _compare_each("as it started, compared with engine 0,", digests[:1] * len(digests), digests)
+            self._from_disk = digests[0]
         return not self._proven
 
     def check_reach(self, deadline: Deadline) -> None:
         """Raises TransferError with the engine tensors that the negated weights did not change."""
-        for index, (old, new) in enumerate(zip(self._from_disk, self._digests(deadline), strict=True)):
+        old = self._from_disk
+        for index, new in enumerate(self._digests(deadline)):
             untouched = sorted(name for name in old if new.get(name) == old[name] and not self._is_constant(name))
             if untouched:
                 raise TransferError(
@@ -61,9 +64,8 @@ class RefitProof:
             return
         digests = self._digests(deadline)
         if not self._proven:
-            _compare_each(
-                "the first refit sent the checkpoint that the engine had loaded, yet", self._from_disk, digests
-            )
+            expected = [self._from_disk] * len(digests)
+            _compare_each("the first refit sent the checkpoint that the engine had loaded, yet", expected, digests)
             self._proven = True
             logger.info("first refit: all %d engine checksums reached and unchanged", sum(map(len, digests)))
         if compares_engines:

@@ -9,7 +9,8 @@ from typing import Any
 from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.distributed.weight_transfer.errors import TransferError
+from nemo_rl.models.generation.interfaces import EnginesFailedError, UpdatableGeneration
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 MEMORY_RATIO_VARIABLE = "NRL_REFIT_BUFFER_MEMORY_RATIO"
 _DEFAULT_MEMORY_RATIO = 0.3
 _CLOSE_TIMEOUT_S = 10.0
+_ACTOR_START_S = 120.0
+"""For an engine's process and its imports, before its server starts."""
 _MAX_BUFFER_BYTES = 2 * 2**30
 """Larger buckets gain nothing and the engine allocates each one whole."""
 _MIN_BUFFER_BYTES = 2**20
@@ -43,6 +46,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
         self._connected = False
         self._version = 0
+        self._num_recoveries = 0
         self._last_stats = RefitStats()
         self._last_seconds = 0.0
 
@@ -58,19 +62,64 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
 
     def init_communicator(self) -> None:
-        if not self._buffer_size_bytes:
-            self._buffer_size_bytes = self._decide_buffer_size_bytes()
-            logger.info("refit buckets of at most %.3f GB", self._buffer_size_bytes / 1e9)
-        self._connect()
+        self._decide_buffer_size()
+        self._connect(Deadline(self._generation.refit_timeout_s))
 
     def sync_weights(self, *, timer: Timer | None = None, kv_scales: Any = None) -> None:
-        """Raises TransferError or TimeoutError; then generation stays paused and `is_stale` true."""
+        """See `WeightSynchronizer`.
+
+        With `use_fault_tolerance` engines that fail, or may hold a part of the new weights, are replaced and the whole
+        model is sent again, as often as `max_replacements` allows.
+
+        Raises:
+            TransferError, EnginesFailedError, TimeoutError: generation stays paused and `is_stale` true.
+        """
         if kv_scales is not None:
             raise NotImplementedError("kv_scales: the KV cache is not quantised; pass None")
         self._stale = True
+        self._refit_until_done(timer or Timer(), self._version + 1)
+        self._stale = False
+
+    def restore_engines(self) -> None:
+        """Replace engines that were lost between refits; all then serve what they served, under the same version.
+
+        Raises:
+            TransferError, EnginesFailedError, TimeoutError: as `sync_weights`.
+        """
+        self._refit_until_done(Timer(), self._version)
+
+    def metrics(self) -> dict[str, float]:
+        stats = self._last_stats
+        return {
+            "refit/bytes": stats.num_bytes,
+            "refit/buckets": stats.num_buckets,
+            "refit/tensors": stats.num_tensors,
+            "refit/weight_version": self._version,
+            "refit/recoveries": self._num_recoveries,
+            "refit/megabytes_per_s": stats.num_bytes / 1e6 / self._last_seconds if self._last_seconds else 0.0,
+        }
+
+    def shutdown(self) -> None:
+        self._policy.disconnect_sglang_rollout_engines_distributed()
+
+    def _refit_until_done(self, timer: Timer, version: int) -> None:
+        while True:
+            try:
+                self._replace_failed_engines()
+                self._refit(timer, Deadline(self._generation.refit_timeout_s), version)
+                return
+            except (TransferError, EnginesFailedError, TimeoutError) as error:
+                self._connected = False
+                self._quarantine(error)
+                if not self._generation.replaces_failed_engines or not self._generation.failed_engines:
+                    raise
+                logger.warning("refit %d failed, engines are replaced and all is sent again: %s", version, error)
+                self._num_recoveries += 1
+
+    def _refit(self, timer: Timer, deadline: Deadline, version: int) -> None:
         if self._generation.num_new_engines or not self._connected:
-            self.init_communicator()
-        timer, deadline = timer or Timer(), Deadline(self._generation.refit_timeout_s)
+            self._decide_buffer_size()
+            self._connect(deadline)
         with timer.span("refit"):
             self._generation.pause(deadline)
         with timer.span("refit_verify"):
@@ -84,28 +133,33 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         with timer.span("refit_verify"):
             self._proof.finish(deadline)
         with timer.span("refit"):
-            self._generation.set_weight_version(self._version + 1, deadline)
-            self._version += 1
+            self._generation.set_weight_version(version, deadline)
+            self._version = version
             self._generation.resume(deadline)
-        self._stale = False
 
-    def metrics(self) -> dict[str, float]:
-        stats = self._last_stats
-        return {
-            "refit/bytes": stats.num_bytes,
-            "refit/buckets": stats.num_buckets,
-            "refit/tensors": stats.num_tensors,
-            "refit/weight_version": self._version,
-            "refit/megabytes_per_s": stats.num_bytes / 1e6 / self._last_seconds if self._last_seconds else 0.0,
-        }
+    def _quarantine(self, error: Exception) -> None:
+        """Whatever may hold a part of the new weights, or did not do as it was told, is never resumed."""
+        if isinstance(error, TransferError):
+            self._generation.quarantine(error.engines_failed, str(error))
+        elif isinstance(error, EnginesFailedError):
+            self._generation.quarantine(error.names, str(error))
 
-    def shutdown(self) -> None:
-        self._policy.disconnect_sglang_rollout_engines_distributed()
+    def _replace_failed_engines(self) -> None:
+        """Also those that the backend found dead since the last refit."""
+        if self._generation.replaces_failed_engines and self._generation.failed_engines:
+            lost = dict(self._generation.failed_engines)
+            start_s = time.perf_counter()
+            server = self._policy.cfg.generation.sglang_cfg.sglang_server_config
+            new = self._generation.replace_failed(Deadline(server.startup_timeout_s + _ACTOR_START_S))
+            logger.warning(
+                "replaced %s by %s in %.0f s", ", ".join(lost), ", ".join(new), time.perf_counter() - start_s
+            )
 
-    def _connect(self) -> None:
+    def _connect(self, deadline: Deadline) -> None:
         self._policy.connect_sglang_rollout_engines_distributed(
             rollout_engines=self._generation.rollout_engines,
             engine_gpu_counts=self._generation.engine_gpu_counts,
+            timeout_s=deadline.require("weight-update group"),
         )
         self._generation.clear_updatable_num_new_engines()
         self._connected = True
@@ -118,9 +172,9 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
                 buffer_size_bytes=self._buffer_size_bytes,
                 target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
                 negated=negated,
+                timeout_s=deadline.require("refit"),
             )
         except Exception:
-            self._connected = False
             self._close_failed_session()
             raise
         self._generation.end_weight_update(deadline)
@@ -132,6 +186,11 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             self._generation.end_weight_update(Deadline(_CLOSE_TIMEOUT_S))
         except (RuntimeError, TimeoutError) as error:
             logger.warning("the weight-update session of the failed refit is still open: %s", error)
+
+    def _decide_buffer_size(self) -> None:
+        if not self._buffer_size_bytes:
+            self._buffer_size_bytes = self._decide_buffer_size_bytes()
+            logger.info("refit buckets of at most %.3f GB", self._buffer_size_bytes / 1e9)
 
     def _decide_buffer_size_bytes(self) -> int:
         """Once, on the driver, from the configured size or the least free memory of any trainer rank."""

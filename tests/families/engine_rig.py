@@ -247,7 +247,12 @@ def ask(family: Family, generation: SGLangGeneration) -> dict[str, Any]:
     url = generation.rollout_engines[0].name.rpartition(" ")[2]
     answers = {}
     for kind, picture in pictures.items():
-        response = httpx.post(f"{url}/generate", json=make_generate_body(family, picture=picture), timeout=TIMEOUT_S)
+        response = httpx.post(
+            f"{url}/generate",
+            json=make_generate_body(family, picture=picture),
+            headers=generation.keys.headers(admin=False),
+            timeout=TIMEOUT_S,
+        )
         assert response.status_code == 200, f"{family.name}: {response.text}"
         answer = response.json()
         logprobs = read_logprobs(answer)

@@ -131,7 +131,9 @@ def test_samples_report_the_version_of_the_refit(stack: Participants) -> None:
 def generate_raw(stack: Participants, ids: list[int], **parameters: Any) -> dict[str, Any]:
     url = stack.generation.rollout_engines[0].name.rpartition(" ")[2]
     body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 8, **parameters}}
-    answer: dict[str, Any] = httpx.post(f"{url}/generate", json=body, timeout=60).json()
+    answer: dict[str, Any] = httpx.post(
+        f"{url}/generate", json=body, headers=stack.generation.keys.headers(admin=False), timeout=60
+    ).json()
     return answer
 
 
@@ -175,7 +177,12 @@ def test_a_refit_amid_long_generations(stack: Participants, monkeypatch: pytest.
 def wait_until_running(stack: Participants, num: int) -> None:
     url = stack.generation.rollout_engines[0].name.rpartition(" ")[2]
     for _ in range(200):
-        loads = httpx.get(f"{url}/v1/loads", params={"include": "core"}, timeout=10).json()["loads"]
+        loads = httpx.get(
+            f"{url}/v1/loads",
+            params={"include": "core"},
+            headers=stack.generation.keys.headers(admin=False),
+            timeout=10,
+        ).json()["loads"]
         if sum(rank["num_running_reqs"] for rank in loads) >= num:
             return
         time.sleep(0.02)

@@ -28,6 +28,10 @@ class EnginesLostError(EnginesFailedError):
     """No engine is left that could take a request. What was sampled until then is kept; see `resume_generate`."""
 
 
+class ReplacementsUsedUpError(RuntimeError):
+    """Engines have failed and no more may be replaced: the run cannot go on."""
+
+
 class GenerationInterface(ABC):
     @abstractmethod
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
@@ -109,7 +113,8 @@ class UpdatableGeneration(GenerationInterface):
         its first refit, and raises `num_new_engines`.
 
         Raises:
-            EnginesFailedError: more engines have failed than may be replaced, or a new one did not start in time.
+            ReplacementsUsedUpError: more engines have failed than may be replaced; nothing has been ended.
+            EnginesFailedError: a new engine did not start in time; it has failed, and may be replaced in its turn.
         """
 
     @property

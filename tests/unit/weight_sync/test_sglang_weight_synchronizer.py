@@ -1,6 +1,6 @@
 """The refit as the driver leads it: order of events, what holds after success, what holds after a failure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,17 @@ from nemo_rl.config.schema import PolicyConfig, RefitConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.distributed.weight_transfer.errors import TransferError
-from nemo_rl.models.generation.interfaces import UpdatableGeneration
+from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFacts
+from nemo_rl.models.generation.interfaces import (
+    EnginesFailedError,
+    EnginesLostError,
+    ReplacementsUsedUpError,
+    UpdatableGeneration,
+)
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
+from nemo_rl.weight_sync.recovering_generation import RecoveringGeneration
 from nemo_rl.weight_sync.sglang_weight_synchronizer import MEMORY_RATIO_VARIABLE, SGLangDisaggregatedWeightSynchronizer
 
 GIB = 2**30
@@ -42,6 +48,8 @@ class FakePolicy(PolicyInterface):
         self.events = events
         self.free_bytes = free_bytes
         self.failure: Exception | None = None
+        self.failures: list[Exception] = []
+        """One for each of the next calls."""
         self.sent: list[dict[str, Any]] = []
 
     def free_memory_bytes(self) -> int:
@@ -49,7 +57,12 @@ class FakePolicy(PolicyInterface):
         return self.free_bytes
 
     def connect_sglang_rollout_engines_distributed(
-        self, *, rollout_engines: Sequence[Any], engine_gpu_counts: list[int], group_name: str | None = None
+        self,
+        *,
+        rollout_engines: Sequence[Any],
+        engine_gpu_counts: list[int],
+        group_name: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.events.append(f"connect {engine_gpu_counts}")
 
@@ -58,6 +71,8 @@ class FakePolicy(PolicyInterface):
         self.sent.append(arguments)
         if self.failure is not None:
             raise self.failure
+        if self.failures:
+            raise self.failures.pop(0)
         return RefitStats(num_bytes=6_000_000, num_tensors=3, num_buckets=2)
 
     def disconnect_sglang_rollout_engines_distributed(self) -> None:
@@ -81,6 +96,9 @@ class FakePolicy(PolicyInterface):
 
 
 class FakeGeneration(UpdatableGeneration):
+    replaces_failed_engines = False
+    failed_engines: Mapping[str, str] = {}
+
     def __init__(self, events: list[str], num_engines: int = 2) -> None:
         self.events = events
         self.versions = [0] * num_engines
@@ -90,6 +108,9 @@ class FakeGeneration(UpdatableGeneration):
         self.after_load: list[dict[str, str]] | None = None
         self.end_failure: Exception | None = None
         self._num_new = num_engines
+        self.replaces_failed_engines = False
+        self.failed_engines = {}
+        self.replace_failure: Exception | None = None
 
     @property
     def rollout_engines(self) -> Sequence[Any]:
@@ -98,6 +119,24 @@ class FakeGeneration(UpdatableGeneration):
     @property
     def engine_gpu_counts(self) -> list[int]:
         return [1] * len(self.versions)
+
+    def quarantine(self, names: Iterable[str], why: str = "") -> None:
+        for name in names:
+            self.events.append(f"quarantine {name}")
+            self.failed_engines = {**self.failed_engines, name: why}
+
+    def replace_failed(self, deadline: Deadline) -> list[str]:
+        if self.replace_failure is not None:
+            raise self.replace_failure
+        names = [f"new {name}" for name in self.failed_engines]
+        self.events.append(f"replace {len(names)}")
+        self._num_new = len(names)
+        self.failed_engines = {}
+        return names
+
+    def resume_generate(self) -> BatchedDataDict:
+        self.events.append("resume generate")
+        return BatchedDataDict(done=[True])
 
     @property
     def refit_timeout_s(self) -> float:
@@ -196,7 +235,13 @@ def test_first_refit_then_the_next(policy: FakePolicy, generation: FakeGeneratio
     assert events == ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
     metrics = synchronizer.metrics()
     assert metrics.pop("refit/megabytes_per_s") > 0
-    assert metrics == {"refit/bytes": 6_000_000, "refit/buckets": 2, "refit/tensors": 3, "refit/weight_version": 2}
+    assert metrics == {
+        "refit/bytes": 6_000_000,
+        "refit/buckets": 2,
+        "refit/tensors": 3,
+        "refit/weight_version": 2,
+        "refit/recoveries": 0,
+    }
 
 
 def test_a_failed_transfer_ends_the_session_but_does_not_resume(
@@ -456,3 +501,96 @@ def test_shutdown_leaves_the_group(policy: FakePolicy, generation: FakeGeneratio
 def test_kv_scales_are_refused(policy: FakePolicy, generation: FakeGeneration) -> None:
     with pytest.raises(NotImplementedError, match="kv_scales"):
         make(policy, generation).sync_weights(kv_scales={"k": torch.ones(1)})
+
+
+def broken(*engines: str) -> TransferError:
+    return TransferError("bucket 2 failed", TransferFacts(engines_failed=engines, partly_updated=True))
+
+
+@pytest.fixture
+def tolerant(events: list[str]) -> FakeGeneration:
+    generation = FakeGeneration(events)
+    generation.replaces_failed_engines = True
+    return generation
+
+
+@pytest.mark.parametrize(
+    "failure", [broken("engine 0", "engine 1"), EnginesFailedError({"engine 1": "died"})], ids=["transfer", "call"]
+)
+def test_failed_engines_are_replaced_and_all_is_sent_again(
+    policy: FakePolicy, tolerant: FakeGeneration, events: list[str], failure: Exception
+) -> None:
+    synchronizer = make(policy, tolerant)
+    synchronizer.sync_weights()
+    events.clear()
+    policy.failures = [failure]
+    synchronizer.sync_weights()
+    failed = ["engine 0", "engine 1"] if isinstance(failure, TransferError) else ["engine 1"]
+    recovery = [*(f"quarantine {name}" for name in failed), f"replace {len(failed)}", "connect [1, 1]"]
+    again = ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
+    assert events == ["pause", "begin", "send", "end", *recovery, *again]
+    assert not synchronizer.is_stale
+    assert synchronizer.version == 2
+    assert synchronizer.metrics()["refit/recoveries"] == 1
+
+
+def test_a_failure_that_no_engine_caused_ends_the_run(policy: FakePolicy, tolerant: FakeGeneration) -> None:
+    synchronizer = make(policy, tolerant)
+    policy.failures = [TransferError("trainer rank 1: MemoryError")]
+    with pytest.raises(TransferError, match="trainer rank 1"):
+        synchronizer.sync_weights()
+    assert synchronizer.is_stale
+
+
+def test_without_fault_tolerance_engines_are_quarantined_and_the_run_ends(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str]
+) -> None:
+    synchronizer = make(policy, generation)
+    policy.failures = [broken("engine 0")]
+    with pytest.raises(TransferError, match="bucket 2 failed"):
+        synchronizer.sync_weights()
+    assert "quarantine engine 0" in events
+    assert "resume" not in events
+
+
+def test_replacement_that_fails_ends_the_run(policy: FakePolicy, tolerant: FakeGeneration, events: list[str]) -> None:
+    synchronizer = make(policy, tolerant)
+    policy.failures = [broken("engine 0")]
+    tolerant.replace_failure = ReplacementsUsedUpError("more than 10 replacements")
+    tolerant.replaces_failed_engines = True
+    with pytest.raises(ReplacementsUsedUpError, match="more than 10 replacements"):
+        synchronizer.sync_weights()
+    assert "resume" not in events
+
+
+def test_engines_that_died_between_refits_are_replaced_first(
+    policy: FakePolicy, tolerant: FakeGeneration, events: list[str]
+) -> None:
+    synchronizer = make(policy, tolerant)
+    synchronizer.sync_weights()
+    events.clear()
+    tolerant.failed_engines = {"engine 1": "nobody listens"}
+    synchronizer.sync_weights()
+    assert events[:3] == ["replace 1", "connect [1, 1]", "pause"]
+    assert synchronizer.version == 2
+
+
+def test_lost_engines_come_back_under_the_same_version_and_sampling_goes_on(
+    policy: FakePolicy, tolerant: FakeGeneration, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronizer = make(policy, tolerant)
+    synchronizer.sync_weights()
+    events.clear()
+
+    def lose(data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
+        tolerant.failed_engines = {"engine 0": "died", "engine 1": "died"}
+        raise EnginesLostError(tolerant.failed_engines)
+
+    monkeypatch.setattr(tolerant, "generate", lose)
+    assert RecoveringGeneration(tolerant, synchronizer).generate(BatchedDataDict())["done"] == [True]
+    assert events[:2] == ["replace 2", "connect [1, 1]"]
+    assert events[-3:] == ["version 1", "resume", "resume generate"]
+    assert synchronizer.version == 1
+    tolerant.replaces_failed_engines = False
+    with pytest.raises(EnginesLostError):
+        RecoveringGeneration(tolerant, synchronizer).generate(BatchedDataDict())

@@ -11,7 +11,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.models.generation.interfaces import EnginesFailedError
+from nemo_rl.models.generation.interfaces import EnginesFailedError, ReplacementsUsedUpError
 from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.dispatcher import EngineDispatcher
 from nemo_rl.models.generation.sglang.engine_pool import Engine, EnginePool, EngineState, Place
@@ -138,13 +138,15 @@ class EngineFleet:
         failed = self._pool.in_state(EngineState.QUARANTINED, EngineState.DEAD)
         limit = self._tolerance.max_replacements
         if self._num_replaced + len(failed) > limit:
-            note = f"{_MAX_REPLACEMENTS} = {limit}, of which {self._num_replaced} are used"
-            raise EnginesFailedError({engine.name: f"{engine.fault} ({note})" for engine in failed})
+            raise ReplacementsUsedUpError(
+                f"{_MAX_REPLACEMENTS}: {limit}, of which {self._num_replaced} are used; failed now: "
+                f"{EnginesFailedError(self.faults())}"
+            )
         self._num_replaced += len(failed)
         self._end(failed, deadline)
         names = self._start([engine.place for engine in failed], deadline)
         for old, new in zip(failed, names, strict=True):
-            logger.warning("%s (%s) is replaced by %s", old.name, old.fault, new)
+            logger.info("%s (%s) is replaced by %s", old.name, old.fault, new)
         return names
 
     def add(self, deadline: Deadline) -> str:

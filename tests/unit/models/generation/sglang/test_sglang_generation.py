@@ -21,7 +21,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.models.generation.interfaces import EnginesFailedError, EnginesLostError
+from nemo_rl.models.generation.interfaces import EnginesFailedError, EnginesLostError, ReplacementsUsedUpError
 from nemo_rl.models.generation.sglang.http_client import EngineError
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 
@@ -195,9 +195,10 @@ def test_quarantined_engines_get_nothing_and_are_replaced(ray_cluster, tmp_path)
         assert not psutil.pid_exists(supervisor)
         assert generation.rollout_engines[1].name == name
         generation.quarantine([second.name, first.name])
-        with pytest.raises(EnginesFailedError, match=r"max_replacements = 1, of which 1 are used") as caught:
+        says = rf"max_replacements: 1, of which 1 are used; failed now: {second.name}: a refit failed"
+        with pytest.raises(ReplacementsUsedUpError, match=says):
             generation.replace_failed(Deadline(TIMEOUT_S))
-        assert caught.value.names == (second.name,)
+        assert generation.engines[second.name] == "quarantined"
         with pytest.raises(ValueError, match=r"engines: got engine 9; allowed: engine 0 at"):
             generation.quarantine(["engine 9"])
 
