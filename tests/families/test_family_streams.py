@@ -51,6 +51,7 @@ def two_ranks(rank: int, folder: str) -> None:
         dist.barrier()
         report = check_stream(target, mesh)
         Path(folder, f"{architecture}-{rank}").write_text("\n".join(report.differences) or f"{report.num_tensors}")
+    dist.destroy_process_group()
 
 
 def test_the_stream_of_two_ranks_is_the_file_on_both() -> None:

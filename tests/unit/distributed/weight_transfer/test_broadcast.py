@@ -153,6 +153,7 @@ def trainer_rank(rank: int, folder: str, fails_at: int, planned: list[tuple[str,
         outcome = str(error)
     Path(folder, f"rank{rank}").write_text(f"{outcome}|{len(walked)}")
     dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("fails_at", [-1, 0, 3])

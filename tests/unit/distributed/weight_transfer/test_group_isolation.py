@@ -52,6 +52,7 @@ def trainer_rank(rank: int, folder: str, fails: bool) -> None:
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total, group=subgroup)
     Path(folder, f"rank{rank}").write_text(str(total.item()))
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["it forms", "it does not form"])
