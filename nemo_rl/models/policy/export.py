@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.distributed.weight_transfer.errors import ManifestError
 from nemo_rl.distributed.weight_transfer.manifest import listed
+from nemo_rl.models.model_source import PROCESSOR_FILES
 from nemo_rl.models.policy.export_plan import ExportPlan
 
 WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module)\.")
@@ -104,3 +106,10 @@ def export_hf(
     model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def copy_processor(source: str, folder: str) -> None:
+    """Copy what turns pictures into tokens, where the model has it."""
+    for name in PROCESSOR_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copy(Path(source) / name, folder)

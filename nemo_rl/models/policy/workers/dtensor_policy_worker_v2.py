@@ -28,7 +28,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
-from nemo_rl.models.policy.export import dtensor_params_generator, export_hf
+from nemo_rl.models.policy.export import copy_processor, dtensor_params_generator, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
@@ -95,6 +95,7 @@ class DTensorPolicyWorkerV2:
         self._engines: Sequence[Receiver] = ()
         self._update_group: WeightUpdateGroup | None = None
         self.tokenizer_folder = tokenizer_folder
+        self.model_folder = model_folder
         self.device = resolve_device(device)
         self.world_size = world_size
         self.dtype = PRECISION_DTYPES[cfg.precision]
@@ -148,6 +149,8 @@ class DTensorPolicyWorkerV2:
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder) if self.tokenizer_folder else None
         try:
             export_hf(self.model, self.export_plan, tokenizer, folder, self.dtype)
+            if dist.get_rank() == 0:
+                copy_processor(self.model_folder, folder)
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
