@@ -91,7 +91,8 @@ def test_log_probs_follow_one_changed_tensor_and_memory_stays_flat(
         assert ask(family, generation) == followed
         if family is TIED:
             grown = growth_bytes(lambda: rig.refit(2, generation, 2**23), rig, generation)
-            assert max(grown.values()) < manifest.num_bytes, grown
+            # What the allocator of rank 0 keeps varies by two models; a model that leaked would show 17 times.
+            assert max(grown.values()) < 4 * manifest.num_bytes, grown
         rig.policies[2].disconnect_sglang_rollout_engines_distributed()
 
 
