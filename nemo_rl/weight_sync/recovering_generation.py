@@ -1,5 +1,8 @@
 """Generation that outlives its engines: what the loop samples from."""
 
+from collections.abc import Callable
+from functools import partial
+
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import EnginesLostError, GenerationInterface, UpdatableGeneration
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
@@ -14,7 +17,7 @@ class RecoveringGeneration(GenerationInterface):
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
         """See `GenerationInterface`."""
-        sample = lambda: self._generation.generate(data, greedy=greedy)  # noqa: E731 the second time it is another
+        sample: Callable[[], BatchedDataDict] = partial(self._generation.generate, data, greedy=greedy)
         while True:
             try:
                 return sample()

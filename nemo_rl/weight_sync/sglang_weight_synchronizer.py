@@ -174,7 +174,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
                 negated=negated,
                 timeout_s=deadline.require("refit"),
             )
-        except Exception:
+        except Exception:  # whatever it is, an open session would refuse the next update; it is raised again
             self._close_failed_session()
             raise
         self._generation.end_weight_update(deadline)

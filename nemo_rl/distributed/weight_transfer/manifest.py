@@ -47,10 +47,10 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.specs)
 
-    def by_sources(self) -> Iterator[tuple[tuple[str, ...], list[TensorSpec]]]:
-        """(sources, the tensors that are made of them together), in order."""
-        for sources, specs in itertools.groupby(self.specs, key=lambda spec: spec.sources):
-            yield sources, list(specs)
+    def by_sources(self) -> Iterator[list[TensorSpec]]:
+        """The tensors that are made together of the same sources, in order."""
+        for _, specs in itertools.groupby(self.specs, key=lambda spec: spec.sources):
+            yield list(specs)
 
     def bucket_lengths(self, buffer_size_bytes: int) -> list[int]:
         """How many tensors each bucket holds, for buckets of at most `buffer_size_bytes`.

@@ -42,7 +42,7 @@ def dtensor_params_generator(
     """
     state = {clean_name(name): value.detach() for name, value in model.state_dict().items()}
     _check_sources(model, state, plan)
-    for group, (_, specs) in zip(plan.groups, plan.manifest.by_sources(), strict=True):
+    for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True):
         # Cast before the gather: bf16 moves half the bytes of the float32 shards.
         dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
         gathered = {name: _gather(state[name].to(dtype)) for name in group.sources}
