@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,16 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def sockets_and_threads() -> tuple[int, int]:
-    """Of this process."""
-    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum(link.startswith("socket:") for link in links), len(list(Path("/proc/self/task").iterdir()))
+def sockets_and_threads() -> set[str]:
+    """Of this process: `socket:[inode]` and `thread id name`."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of this very listing
+            found.add(os.readlink(link))
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found.add(f"thread {task.name} {(task / 'comm').read_text().strip()}")
+    return {name for name in found if name.startswith(("socket:", "thread "))}
 
 
 class GlooProcess:
@@ -85,7 +92,7 @@ def _serve(pipe: Connection, name: str, on_bucket: Callable[[int], None] | None)
         "announce": lambda header, group_name, timeout_s: engine.announce(header, group_name, 1800.0).result(),
         "leave": lambda *arguments: engine.leave(*arguments).result(),
         "first values": lambda: {name: tensor[0].item() for name, tensor in engine.received.items()},
-        "num_sockets": lambda: sockets_and_threads()[0],
+        "sockets": lambda: {name for name in sockets_and_threads() if name.startswith("socket:")},
     }
     while True:
         method, arguments = pipe.recv()

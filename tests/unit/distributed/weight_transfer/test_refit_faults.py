@@ -61,7 +61,7 @@ def failed_send(engines: Engines, group: WeightUpdateGroup, timeout_s: float) ->
     return caught.value, time.monotonic() - start_s
 
 
-def eventually(condition: Callable[[], bool], limit_s: float = 3.0) -> bool:
+def eventually(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
     end_s = time.monotonic() + limit_s
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.02)
@@ -196,9 +196,9 @@ def test_nothing_is_left_of_a_failed_group_in_either_process(
     engine = processes("engine 0", on_bucket=_refuse_bucket_1 if layout == "refuses" else None)
     first = connect([engine])  # starts the threads of the fake
     disconnect_rollout_engines_from_distributed(rollout_engines=[engine], group=first, deadline=Deadline(5))
-    before = sockets_and_threads(), engine.call("num_sockets")
+    before = sockets_and_threads(), engine.call("sockets")
     group = connect([engine])
-    assert sockets_and_threads()[0] > before[0][0]
+    assert sockets_and_threads() - before[0]
     start_s = time.monotonic()
     if layout == "refuses":
         failed_send([engine], group, timeout_s=20.0)
@@ -211,12 +211,14 @@ def test_nothing_is_left_of_a_failed_group_in_either_process(
         sender.abandon()
         assert "Connection closed by peer" in str(answer.exception(timeout=1.0))
     assert time.monotonic() - start_s < 1.0
-    assert eventually(lambda: sockets_and_threads() == before[0])
-    assert eventually(lambda: engine.call("num_sockets") == before[1])
+    # What earlier tests left may end meanwhile: only what is new counts.
+    assert eventually(lambda: not sockets_and_threads() - before[0]), sockets_and_threads() - before[0]
+    assert eventually(lambda: not engine.call("sockets") - before[1])
     again = connect([engine])
     assert again.spec.master_port != group.spec.master_port
     disconnect_rollout_engines_from_distributed(rollout_engines=[engine], group=again, deadline=Deadline(5))
-    assert eventually(lambda: (sockets_and_threads(), engine.call("num_sockets")) == before)
+    assert eventually(lambda: not sockets_and_threads() - before[0]), sockets_and_threads() - before[0]
+    assert eventually(lambda: not engine.call("sockets") - before[1])
 
 
 def _refuse_bucket_1(bucket: int) -> None:
@@ -258,7 +260,7 @@ def test_an_engine_in_mid_payload_receives_it_to_the_end_and_is_free(processes: 
     with pytest.raises(TransferError, match="faulty failed at bucket 0"):
         sender.send(large)
     sender.abandon()
-    assert healthy.call("num_sockets") >= 0
+    assert healthy.call("ready") is None
     assert time.monotonic() - start_s < 5.0
     assert eventually(lambda: not own_threads())
 
