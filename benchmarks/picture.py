@@ -9,12 +9,11 @@ from matplotlib.colors import to_rgb
 
 COLORS = {
     "gather": "tab:blue",
-    "announce": "tab:purple",
     "broadcast": "tab:orange",
     "load": "tab:green",
     "session": "tab:gray",
 }
-LANES = ("gather", "announce", "broadcast", "load")
+LANES = ("gather", "broadcast", "load")
 Report = dict[str, Any]
 
 

@@ -1,127 +1,229 @@
-"""A refit beside one raw broadcast of the same bytes, and the proof that what arrived is exact.
+"""The refit against the raw broadcast and the usual path, on real engines, and the proof that what arrived is exact.
 
-    uv run benchmarks/refit.py --config examples/configs/grpo_sglang_broadcast_cpu.yaml [key=value ...]
+    uv run benchmarks/refit.py --preset 135m --output logs/refit
+    uv run benchmarks/refit.py --config my.yaml --output logs/refit [key=value ...]
 
-In one run: the raw broadcast (trainer rank 0 to 1, so it needs two ranks), whole refits as the loop makes them, and
-then, after one training step, the engine's checksums against those of the same engine after it has loaded the trainer's
-exported folder, and its log-probs against the trainer's own.
+In one run, each figure a median of five: (a) one raw broadcast of as many bytes over the weight-update group; (b) the usual
+path: a gather to all ranks and a broadcast per tensor, an announcement per bucket, one thing after the other; (c) this
+path at several bucket sizes; (d) the gathers alone; (e) the engine's loading alone. (b) and (c) are whole refits as the
+loop makes them, from the pause to the resume, without the proof. Then weights are moved, sent, and every checksum of the
+engines is compared with those after a load of the trainer's exported folder. Writes a table, refit.json, refit.png and
+trace.json.
 """
 
-import json
+import argparse
 import sys
-import time
+import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from rich.console import Console
+from measuring import MeasuringWorker
+from presets import PRESETS, write_model
+from report import Report, describe_machine, write_report
 
-from nemo_rl.algorithms.grpo import Participants, prepare_batch
+from nemo_rl.algorithms.grpo import Participants
 from nemo_rl.config.loader import load_config_or_exit
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.experience.rollouts import run_rollout
+from nemo_rl.distributed.weight_transfer.timeline import LANES, Span, busy_s
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from nemo_rl.setup import prepare_inputs, start_participants
 from nemo_rl.utils.log import configure_logging
 from nemo_rl.utils.metrics import MetricsLogger
-from nemo_rl.utils.run_folder import make_run_folder
+from nemo_rl.utils.run_folder import RunFolder, make_run_folder
 from nemo_rl.utils.timer import Timer
+from nemo_rl.weight_sync.sglang_weight_synchronizer import SGLangDisaggregatedWeightSynchronizer
 
-NUM_REPEATS = 5
-Report = dict[str, Any]
-
-
-class MeasuringWorker(DTensorPolicyWorkerV2):
-    def raw_broadcast_s(self, num_bytes: int) -> float:
-        """Seconds of one broadcast of `num_bytes` from rank 0 to the other ranks."""
-        payload = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        dist.barrier()
-        start_s = time.perf_counter()
-        dist.broadcast(payload, src=0)
-        dist.barrier()
-        return time.perf_counter() - start_s
+ROOT = Path(__file__).parents[1]
+BUCKET_BYTES = [2**power for power in range(25, 32)]
+"""32 MiB to 2 GiB, of which those are tried that make 1 to 16 buckets."""
+TIMEOUT_S = 600.0
+PRESET_OVERRIDES = [
+    "policy.precision=bfloat16",
+    "policy.max_total_sequence_length=128",
+    "policy.generation.max_new_tokens=16",
+    "refit.verify=off",
+]
 
 
 def main() -> None:
-    config = load_config_or_exit(sys.argv[1:], program="benchmarks/refit.py")
-    configure_logging()
-    folder = make_run_folder(config.logger.log_dir)
-    with (
-        MetricsLogger(folder.path, num_steps=1, tensorboard=False) as metrics,
-        start_participants(config, prepare_inputs(config), folder, metrics, MeasuringWorker) as run,
-    ):
-        run.synchronizer.init_communicator()
-        run.synchronizer.sync_weights()
-        policy, generation = concrete(run)
-        report = time_refits(run, policy) | prove(config, run, generation, folder.exported_model)
-    (folder.path / "refit.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    show(report, folder.path)
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(dir=make_folder(arguments.output), prefix="model-") as scratch:
+        config = make_config(arguments, Path(scratch))
+        configure_logging()
+        folder = make_run_folder(config.logger.log_dir)
+        with (
+            MetricsLogger(folder.path, num_steps=1, tensorboard=False) as metrics,
+            start_participants(config, prepare_inputs(config), folder, metrics, MeasuringWorker) as run,
+        ):
+            run.synchronizer.init_communicator()
+            run.synchronizer.sync_weights()
+            bench = Bench(config, run, arguments.repeats)
+            report = {"preset": arguments.preset or config.policy.model_name} | bench.measure() | bench.prove(folder)
+    write_report(report, arguments.output)
 
 
-def concrete(run: Participants) -> tuple[Policy, SGLangGeneration]:
-    """What the loop sees as interfaces; a benchmark looks behind them."""
-    assert isinstance(run.policy, Policy)
-    assert isinstance(run.generation, SGLangGeneration)
-    return run.policy, run.generation
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time the refit.", epilog="more: docs/performance.md")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--preset", choices=sorted(PRESETS), help="random weights of a known shape")
+    what.add_argument("--config", type=Path, help="any config of a run")
+    parser.add_argument("--output", type=Path, required=True, help="folder for refit.json, refit.png and trace.json")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
+    return parser.parse_args()
 
 
-def time_refits(run: Participants, policy: Policy) -> Report:
-    num_bytes = int(run.synchronizer.metrics()["refit/bytes"])
-    raw = repeat(lambda: max(policy.workers.run("raw_broadcast_s", timeout_s=600.0, num_bytes=num_bytes)))
-    timer = Timer()
-    seconds = [refit_spans(run, timer) for _ in range(1 + NUM_REPEATS)][1:]
-    names = ("bytes", "tensors", "buckets")
-    return {name: int(run.synchronizer.metrics()[f"refit/{name}"]) for name in names} | {
-        "raw_s": raw,
-        "refit_s": [spans["refit"] for spans in seconds],
-        "verify_s": [spans["refit_verify"] for spans in seconds],
+def make_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def make_config(arguments: argparse.Namespace, scratch: Path) -> MasterConfig:
+    overrides = [f"logger.log_dir={arguments.output / 'run'}", *arguments.overrides]
+    if arguments.config is not None:
+        base = arguments.config
+    else:
+        base = ROOT / "examples/configs/grpo_tiny_cpu.yaml"
+        model = write_model(arguments.preset, scratch)
+        overrides = [f"policy.model_name={model}", *PRESET_OVERRIDES, *overrides]
+    return load_config_or_exit(["--config", str(base), *overrides], program="benchmarks/refit.py")
+
+
+class Bench:
+    def __init__(self, config: MasterConfig, run: Participants, repeats: int) -> None:
+        assert isinstance(run.policy, Policy)
+        assert isinstance(run.generation, SGLangGeneration)
+        assert isinstance(run.synchronizer, SGLangDisaggregatedWeightSynchronizer)
+        self.config, self.repeats = config, repeats
+        self.policy, self.generation, self.synchronizer = run.policy, run.generation, run.synchronizer
+
+    def measure(self) -> Report:
+        stats = self.synchronizer.last_stats
+        sizes = bucket_sizes(stats.num_bytes)
+        refits = self.interleaved({size: lambda size=size: self.refit("this", size) for size in sizes})
+        best = min(sizes, key=lambda size: median(whole_s for whole_s, _ in refits[size]))
+        # Once more beside what it is compared with, at the size that suits it best.
+        timed = self.interleaved(
+            {path: lambda path=path: self.refit(path, best) for path in ("this", "usual", "serial")}
+            | {"raw": lambda: self.raw(stats.num_bytes), "gather": lambda: self.gather(best)}
+        )
+        refits[best] = timed["this"]
+        series = {
+            "raw_s": [whole_s for whole_s, _ in timed["raw"]],
+            "usual_s": [whole_s for whole_s, _ in timed["usual"]],
+            "gather_s": [whole_s for whole_s, _ in timed["gather"]],
+            "load_s": [busy_s(spans, "load") for _, spans in timed["serial"]],
+            "serial_s": [whole_s for whole_s, _ in timed["serial"]],
+        }
+        medians = {name: median(seconds) for name, seconds in series.items()}
+        this_s = median(whole_s for whole_s, _ in refits[best])
+        return {
+            "machine": describe_machine(),
+            "software": {name: version(name) for name in ("torch", "transformers", "sglang")},
+            "bytes": stats.num_bytes,
+            "tensors": stats.num_tensors,
+            "trainer_ranks": self.policy.workers.num_ranks,
+            "engines": len(self.generation.rollout_engines),
+            "backend": self.backend(),
+            "repeats": self.repeats,
+            **medians,
+            "best_bucket_bytes": best,
+            "spread": {name: [min(seconds), max(seconds)] for name, seconds in series.items()},
+            "refit": [refit_entry(size, refits[size]) for size in sizes],
+            "usual_phases": mean_phases(timed["usual"]),
+            "timeline": [asdict(span) for span in middle(timed["this"])[1]],
+            "usual_timeline": [asdict(span) for span in middle(timed["usual"])[1]],
+            "ratios": {
+                "refit_over_raw_gather_load": this_s / (medians["raw_s"] + medians["gather_s"] + medians["load_s"]),
+                "refit_over_raw_load": this_s / (medians["raw_s"] + medians["load_s"]),
+                "usual_over_refit": medians["usual_s"] / this_s,
+                "serial_over_refit": medians["serial_s"] / this_s,
+            },
+            "peak_bytes": self.policy.workers.run("peak_bytes", timeout_s=TIMEOUT_S),
+        }
+
+    def interleaved(self, measures: dict[Any, Callable[[], "Measured"]]) -> dict[Any, list["Measured"]]:
+        """Each as often, in turn, so that a busy minute does not hit one alone; the first round does not count."""
+        results: dict[Any, list[Measured]] = {name: [] for name in measures}
+        for _ in range(1 + self.repeats):
+            for name, measure in measures.items():
+                results[name].append(measure())
+        return {name: measured[1:] for name, measured in results.items()}
+
+    def refit(self, path: str, bucket_bytes: int) -> "Measured":
+        """A whole refit, as the loop makes it."""
+        self.policy.workers.run("choose", timeout_s=TIMEOUT_S, path=path, bucket_bytes=bucket_bytes)
+        timer = Timer()
+        self.synchronizer.sync_weights(timer=timer)
+        return timer.take()["refit"], self.synchronizer.last_stats.spans
+
+    def raw(self, num_bytes: int) -> "Measured":
+        engines = self.generation.rollout_engines
+        self.generation.pause(Deadline(TIMEOUT_S))
+        self.generation.begin_weight_update(Deadline(TIMEOUT_S))
+        seconds = self.policy.workers.run("raw_s", timeout_s=TIMEOUT_S, rollout_engines=engines, num_bytes=num_bytes)
+        self.generation.end_weight_update(Deadline(TIMEOUT_S))
+        self.generation.resume(Deadline(TIMEOUT_S))
+        return max(seconds), ()
+
+    def gather(self, bucket_bytes: int) -> "Measured":
+        return max(self.policy.workers.run("gather_s", timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes)), ()
+
+    def backend(self) -> str:
+        configured = self.config.policy.generation.sglang_cfg.sglang_server_config.weight_update_backend
+        return configured or ("gloo" if self.config.cluster.device == "cpu" else "nccl")
+
+    def prove(self, folder: RunFolder) -> Report:
+        """Other weights, a refit, and the engines' checksums against those after they have loaded the export."""
+        before = self.generation.weight_checksums(Deadline(TIMEOUT_S))
+        self.policy.workers.run("move_weights", timeout_s=TIMEOUT_S)
+        self.refit("this", self.synchronizer.last_stats.num_bytes // 4)
+        sent = self.generation.weight_checksums(Deadline(TIMEOUT_S))
+        self.policy.export_hf(str(folder.exported_model))
+        self.generation.update_weights_from_disk(str(folder.exported_model), Deadline(TIMEOUT_S))
+        loaded = self.generation.weight_checksums(Deadline(TIMEOUT_S))
+        return {
+            "proof": {
+                "checksums": sum(len(digests) for digests in loaded),
+                "moved": count(before, sent, equal=False),
+                "equal": count(sent, loaded, equal=True),
+            }
+        }
+
+
+Measured = tuple[float, tuple[Span, ...]]
+
+
+def bucket_sizes(num_bytes: int) -> list[int]:
+    """Of those in `BUCKET_BYTES`; for a small model one that holds it and one that halves it."""
+    fit = [size for size in BUCKET_BYTES if num_bytes / 16 <= size < 2 * num_bytes]
+    return fit or [num_bytes // 2, num_bytes]
+
+
+def refit_entry(bucket_bytes: int, measured: list[Measured]) -> Report:
+    seconds = [whole_s for whole_s, _ in measured]
+    num_buckets = 1 + max(span.bucket for span in measured[0][1])
+    return {"bucket_bytes": bucket_bytes, "buckets": num_buckets, "seconds": median(seconds)} | {
+        "spread": [min(seconds), max(seconds)],
+        "phases": mean_phases(measured),
     }
 
 
-def refit_spans(run: Participants, timer: Timer) -> dict[str, float]:
-    """Seconds of one refit, and of its proof by `refit.verify`."""
-    run.synchronizer.sync_weights(timer=timer)
-    return timer.take()
+def mean_phases(measured: list[Measured]) -> dict[str, float]:
+    """Seconds in which each lane was at work; `session`: in which none was."""
+    phases = {lane: sum(busy_s(spans, lane) for _, spans in measured) / len(measured) for lane in LANES}
+    idle_s = [whole_s - busy_s(spans) for whole_s, spans in measured]
+    return phases | {"session": sum(idle_s) / len(idle_s)}
 
 
-def repeat(measure: Callable[[], float]) -> list[float]:
-    """Seconds of each repeat, after one that does not count."""
-    measure()
-    return [measure() for _ in range(NUM_REPEATS)]
-
-
-def prove(config: MasterConfig, run: Participants, generation: SGLangGeneration, exported: Path) -> Report:
-    """One training step, a refit, and both comparisons."""
-    prompts = run.train_prompts.next_batch().repeat_interleave(config.grpo.num_generations_per_prompt)
-    rollout = run_rollout(prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer)
-    batch = prepare_batch(config, run.policy, rollout)
-    # Whatever the rewards are, the weights shall move.
-    batch["advantages"] = torch.linspace(-1, 1, batch.size)
-    run.policy.train(batch, run.loss_fn)
-    before = generation.weight_checksums(Deadline(600))
-    run.synchronizer.sync_weights()
-    sent = generation.weight_checksums(Deadline(600))
-    rollout = run_rollout(prompts, generation=run.generation, environment=run.environment, tokenizer=run.tokenizer)
-    own = run.policy.get_logprobs(rollout.samples)["logprobs"]
-    mask = rollout.samples["token_mask"].bool()
-    difference = (own - rollout.samples["generation_logprobs"])[mask].abs()
-    run.policy.export_hf(str(exported))
-    generation.update_weights_from_disk(str(exported), Deadline(600))
-    loaded = generation.weight_checksums(Deadline(600))
-    return {
-        "checksums": sum(len(digests) for digests in loaded),
-        "checksums_moved_by_training": count(before, sent, equal=False),
-        "checksums_equal_to_disk": count(sent, loaded, equal=True),
-        "logprob_tokens": int(mask.sum()),
-        "logprob_difference_mean": float(difference.mean()),
-        "logprob_difference_max": float(difference.max()),
-    }
+def middle(measured: list[Measured]) -> Measured:
+    return sorted(measured, key=lambda item: item[0])[len(measured) // 2]
 
 
 def count(left: list[dict[str, str]], right: list[dict[str, str]], *, equal: bool) -> int:
@@ -129,26 +231,5 @@ def count(left: list[dict[str, str]], right: list[dict[str, str]], *, equal: boo
     return sum((x == y) is equal for x, y in pairs)
 
 
-def show(report: Report, folder: Path) -> None:
-    raw_s, refit_s, num_bytes = median(report["raw_s"]), median(report["refit_s"]), report["bytes"]
-    console = Console(highlight=False)
-    console.print(f"{num_bytes / 1e6:.0f} MB, {report['tensors']} tensors, {report['buckets']} buckets")
-    for name, key in (("raw broadcast", "raw_s"), ("whole refit", "refit_s"), ("its proof", "verify_s")):
-        seconds = report[key]
-        spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-        rate = "" if key == "verify_s" else f"  {num_bytes / 1e6 / median(seconds):6.0f} MB/s"
-        console.print(f"{name:<14} {median(seconds):6.2f} s  ({spread}, {len(seconds)} repeats){rate}")
-    console.print(f"refit / raw    {refit_s / raw_s:6.2f}")
-    console.print(
-        f"after a step {report['checksums_moved_by_training']} of {report['checksums']} engine checksums differ; "
-        f"after the refit {report['checksums_equal_to_disk']} equal those of the exported folder loaded from disk"
-    )
-    console.print(
-        f"log-probs, trainer - engine: mean {report['logprob_difference_mean']:.2e}, "
-        f"max {report['logprob_difference_max']:.2e} on {report['logprob_tokens']} tokens"
-    )
-    console.print(f"figures: {folder / 'refit.json'}")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

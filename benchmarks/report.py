@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 Report = dict[str, Any]
-PHASES = ("gather", "announce", "broadcast", "load", "session")
+PHASES = ("gather", "broadcast", "load", "session")
 TABLE_WIDTH = 120
 """Columns of text, also where the output is no terminal."""
 

@@ -10,6 +10,7 @@ from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
+from nemo_rl.distributed.weight_transfer.timeline import LANES, busy_s
 from nemo_rl.models.generation.interfaces import EnginesFailedError, UpdatableGeneration
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.utils.timer import Timer
@@ -58,12 +59,18 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
     def version(self) -> int:
         return self._version
 
+    @property
+    def last_stats(self) -> RefitStats:
+        """Of the last refit."""
+        return self._last_stats
+
     def mark_stale(self) -> None:
         self._stale = True
 
     def init_communicator(self) -> None:
-        self._decide_buffer_size()
-        self._connect(Deadline(self._generation.refit_timeout_s))
+        deadline = Deadline(self._generation.refit_timeout_s)
+        self._decide_buffer_size(deadline)
+        self._connect(deadline)
 
     def sync_weights(self, *, timer: Timer | None = None, kv_scales: Any = None) -> None:
         """See `WeightSynchronizer`.
@@ -96,6 +103,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             "refit/tensors": stats.num_tensors,
             "refit/weight_version": self._version,
             "refit/recoveries": self._num_recoveries,
+            **{f"refit/{lane}_s": busy_s(stats.spans, lane) for lane in LANES},
             "refit/megabytes_per_s": stats.num_bytes / 1e6 / self._last_seconds if self._last_seconds else 0.0,
         }
 
@@ -118,7 +126,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
 
     def _refit(self, timer: Timer, deadline: Deadline, version: int) -> None:
         if self._generation.num_new_engines or not self._connected:
-            self._decide_buffer_size()
+            self._decide_buffer_size(deadline)
             self._connect(deadline)
         with timer.span("refit"):
             self._generation.pause(deadline)
@@ -187,17 +195,17 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         except (RuntimeError, TimeoutError) as error:
             logger.warning("the weight-update session of the failed refit is still open: %s", error)
 
-    def _decide_buffer_size(self) -> None:
+    def _decide_buffer_size(self, deadline: Deadline) -> None:
         if not self._buffer_size_bytes:
-            self._buffer_size_bytes = self._decide_buffer_size_bytes()
+            self._buffer_size_bytes = self._decide_buffer_size_bytes(deadline)
             logger.info("refit buckets of at most %.3f GB", self._buffer_size_bytes / 1e9)
 
-    def _decide_buffer_size_bytes(self) -> int:
-        """Once, on the driver, from the configured size or the least free memory of any trainer rank."""
+    def _decide_buffer_size_bytes(self, deadline: Deadline) -> int:
+        """Once, on the driver: the configured size, or from the least free memory of any trainer rank and engine."""
         if self._refit_buffer_size_gb is not None:
             return max(1, int(self._refit_buffer_size_gb * 1e9))
-        free_bytes = memory_ratio(os.environ) * self._policy.free_memory_bytes()
-        return max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, int(free_bytes)))
+        free_bytes = min(self._policy.free_memory_bytes(), self._generation.free_memory_bytes(deadline))
+        return max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, int(memory_ratio(os.environ) * free_bytes)))
 
 
 def memory_ratio(environment: Mapping[str, str]) -> float:

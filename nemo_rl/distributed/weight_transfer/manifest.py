@@ -115,7 +115,7 @@ def _layer_of(spec: TensorSpec) -> str:
 def _joined_runs(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """Single tensors, but from the first to the last of those that the engine joins one run."""
     last_of_run: dict[str, int] = {}
-    joins = [_join_of(spec.name) for spec in specs]
+    joins = [join_of(spec.name) for spec in specs]
     for index, join in enumerate(joins):
         if join is not None:
             last_of_run[join] = index
@@ -127,7 +127,7 @@ def _joined_runs(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
             start = index + 1
 
 
-def _join_of(name: str) -> str | None:
+def join_of(name: str) -> str | None:
     """What the tensors that the engine joins with this one have in common; None: it joins none."""
     match = next((match for pattern in JOINED_TENSORS if (match := pattern.match(name))), None)
     return match and f"{match.group(1)} {match.re.pattern}"

@@ -1,7 +1,7 @@
 """When each bucket of a refit was gathered, sent and loaded, as trainer rank 0 sees it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,6 +64,11 @@ class Timeline:
         return event
 
 
-def busy_s(spans: tuple[Span, ...], lane: str) -> float:
-    """Seconds in which a lane was at work."""
-    return sum(span.end_s - span.start_s for span in spans if span.lane == lane)
+def busy_s(spans: Iterable[Span], lane: str | None = None) -> float:
+    """Seconds in which a lane was at work, or any; what overlaps counts once."""
+    busy, end_s = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if lane in (None, span.lane):
+            busy += max(0.0, span.end_s - max(span.start_s, end_s))
+            end_s = max(end_s, span.end_s)
+    return busy

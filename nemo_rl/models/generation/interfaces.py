@@ -132,6 +132,10 @@ class UpdatableGeneration(GenerationInterface):
         """The group has exactly the engines that are ready."""
 
     @abstractmethod
+    def free_memory_bytes(self, deadline: Deadline) -> int:
+        """The least free device memory of any ready engine."""
+
+    @abstractmethod
     def pause(self, deadline: Deadline) -> None:
         """Stop all requests, then drop the KV cache: its entries are of the old weights."""
 

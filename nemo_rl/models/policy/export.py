@@ -203,7 +203,7 @@ def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan:
     ]
     if reshaped:
         raise ManifestError(f"{type(model).__name__} has other shapes than at set-up: {listed(reshaped)}")
-    planned = {source for spec in plan.manifest.specs for source in spec.sources}
+    planned = {source for spec in plan.manifest.specs for source in spec.sources} | plan.left_out
     held = state.keys() - tied.keys()
     if planned != held:
         raise ManifestError(

@@ -5,14 +5,14 @@ reverses them; here that is asked of the meta twin once, and what comes out is c
 engines load the disk's names, shapes and layout and skip what they do not know.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.weight_transfer.engine_rules import FLOAT32_TENSORS
-from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec, listed
+from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec, join_of, listed
 from nemo_rl.models.policy.conversions import TensorGroup, group_tensors, lost_names
 
 Headers = Mapping[str, tuple[tuple[int, ...], str]]
@@ -37,6 +37,25 @@ class ExportPlan:
     """The model on meta, neither sharded nor wrapped. Sharding renames the class, after which transformers no longer
     knows the conversions.
     """
+    left_out: frozenset[str] = frozenset()
+    """Sources of what is not sent."""
+
+    def without(self, frozen: Collection[str]) -> "ExportPlan":
+        """What is made of other parameters too, or of buffers; and what engines join with it, since half is not enough."""
+        pairs = list(zip(self.groups, self.manifest.by_sources(), strict=True))
+        moves = [not set(group.sources) <= set(frozen) for group, _ in pairs]
+        joins = {join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs}
+        kept = [
+            pair
+            for pair, moving in zip(pairs, moves, strict=True)
+            if moving or any(join_of(spec.name) in joins - {None} for spec in pair[1])
+        ]
+        sent = {source for group, _ in kept for source in group.sources}
+        left_out = frozenset(source for group in self.groups for source in group.sources if source not in sent)
+        specs = tuple(spec for _, specs in kept for spec in specs)
+        return replace(
+            self, manifest=Manifest(specs), groups=tuple(group for group, _ in kept), left_out=self.left_out | left_out
+        )
 
 
 def make_export_plan(twin: PreTrainedModel, headers: Headers, dtype: torch.dtype) -> ExportPlan:

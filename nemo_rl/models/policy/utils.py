@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -35,10 +34,3 @@ def resolve_device(device: str) -> torch.device:
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     raise ValueError(f"device: got {device!r}; allowed 'cpu', 'cuda'")
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory that this process can still take: of its GPU, or of the host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)

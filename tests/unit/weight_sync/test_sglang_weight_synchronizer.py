@@ -14,6 +14,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFacts
+from nemo_rl.distributed.weight_transfer.timeline import Span
 from nemo_rl.models.generation.interfaces import (
     EnginesFailedError,
     EnginesLostError,
@@ -27,6 +28,7 @@ from nemo_rl.weight_sync.recovering_generation import RecoveringGeneration
 from nemo_rl.weight_sync.sglang_weight_synchronizer import MEMORY_RATIO_VARIABLE, SGLangDisaggregatedWeightSynchronizer
 
 GIB = 2**30
+SPANS = (Span("gather", 0, 0, 1), Span("broadcast", 0, 1, 3), Span("broadcast", 1, 2, 4), Span("load", 1, 4, 6))
 
 
 def make_config(**keys: Any) -> PolicyConfig:
@@ -73,7 +75,7 @@ class FakePolicy(PolicyInterface):
             raise self.failure
         if self.failures:
             raise self.failures.pop(0)
-        return RefitStats(num_bytes=6_000_000, num_tensors=3, num_buckets=2)
+        return RefitStats(num_bytes=6_000_000, num_tensors=3, num_buckets=2, spans=SPANS)
 
     def disconnect_sglang_rollout_engines_distributed(self) -> None:
         self.events.append("disconnect")
@@ -108,6 +110,7 @@ class FakeGeneration(UpdatableGeneration):
         self.after_load: list[dict[str, str]] | None = None
         self.end_failure: Exception | None = None
         self._num_new = num_engines
+        self.free_bytes = 8 * GIB
         self.replaces_failed_engines = False
         self.failed_engines = {}
         self.replace_failure: Exception | None = None
@@ -148,6 +151,9 @@ class FakeGeneration(UpdatableGeneration):
 
     def clear_updatable_num_new_engines(self) -> None:
         self._num_new = 0
+
+    def free_memory_bytes(self, deadline: Deadline) -> int:
+        return self.free_bytes
 
     def pause(self, deadline: Deadline) -> None:
         self.events.append("pause")
@@ -241,6 +247,9 @@ def test_first_refit_then_the_next(policy: FakePolicy, generation: FakeGeneratio
         "refit/tensors": 3,
         "refit/weight_version": 2,
         "refit/recoveries": 0,
+        "refit/gather_s": 1.0,
+        "refit/broadcast_s": 3.0,
+        "refit/load_s": 2.0,
     }
 
 
@@ -416,29 +425,32 @@ def test_a_new_engine_means_a_new_group(policy: FakePolicy, generation: FakeGene
 
 
 @pytest.mark.parametrize(
-    ("size_gb", "free_bytes", "ratio", "expected"),
+    ("size_gb", "trainer_bytes", "engine_bytes", "ratio", "expected"),
     [
-        (0.5, GIB, None, 500_000_000),
-        (1e-9, GIB, None, 1),
-        (None, GIB, None, int(0.3 * GIB)),
-        (None, 100 * GIB, None, 2 * GIB),
-        (None, 10, None, 2**20),
-        (None, GIB, "0.5", GIB // 2),
+        (0.5, GIB, GIB, None, 500_000_000),
+        (1e-9, GIB, GIB, None, 1),
+        (None, GIB, 8 * GIB, None, int(0.3 * GIB)),
+        (None, 8 * GIB, GIB, None, int(0.3 * GIB)),
+        (None, 100 * GIB, 100 * GIB, None, 2 * GIB),
+        (None, 10, GIB, None, 2**20),
+        (None, GIB, 8 * GIB, "0.5", GIB // 2),
     ],
 )
 def test_one_bucket_size_is_decided_on_the_driver_and_handed_out(
     events: list[str],
     monkeypatch: pytest.MonkeyPatch,
     size_gb: float | None,
-    free_bytes: int,
+    trainer_bytes: int,
+    engine_bytes: int,
     ratio: str | None,
     expected: int,
 ) -> None:
     monkeypatch.delenv(MEMORY_RATIO_VARIABLE, raising=False)
     if ratio is not None:
         monkeypatch.setenv(MEMORY_RATIO_VARIABLE, ratio)
-    policy = FakePolicy(events, free_bytes=free_bytes)
-    synchronizer = make(policy, FakeGeneration(events), size_gb)
+    policy, generation = FakePolicy(events, free_bytes=trainer_bytes), FakeGeneration(events)
+    generation.free_bytes = engine_bytes
+    synchronizer = make(policy, generation, size_gb)
     synchronizer.init_communicator()
     policy.free_bytes = 1  # what is free later, or another value of the variable, changes nothing
     monkeypatch.setenv(MEMORY_RATIO_VARIABLE, "0.01")

@@ -152,6 +152,9 @@ class SGLangGeneration(UpdatableGeneration):
     def end_weight_update(self, deadline: Deadline) -> None:
         self._on_all("end_weight_update", deadline)
 
+    def free_memory_bytes(self, deadline: Deadline) -> int:
+        return min(self._on_all("free_memory_bytes", deadline))
+
     def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
         return self._on_all("check_weights", deadline, action="checksum")
 

@@ -10,6 +10,7 @@ from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.server_args import NCCL_CUMEM, ServerPlace, build_command, build_environment
 from nemo_rl.models.generation.sglang.server_process import ServerProcess, start_on_free_ports
+from nemo_rl.utils.memory import free_memory_bytes
 from nemo_rl.utils.network import check_interfaces, interface_of, resolve_host
 
 
@@ -108,6 +109,10 @@ class SGLangGenerationWorker:
     def nccl_cumem_enable(self) -> str | None:
         """`NCCL_CUMEM_ENABLE` in the server's environment; never None, where SGLang would choose."""
         return self._environment[NCCL_CUMEM]
+
+    def free_memory_bytes(self, timeout_s: float | None = None) -> int:
+        """Of the device of the server's rank 0."""
+        return free_memory_bytes(self._device)
 
     def capabilities(self) -> ServerCapabilities:
         return self._require_client().capabilities

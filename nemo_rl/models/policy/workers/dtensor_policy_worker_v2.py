@@ -34,18 +34,18 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     disconnect_rollout_engines_from_distributed,
 )
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
-from nemo_rl.models.policy.export import copy_processor, dtensor_params_generator, export_hf
+from nemo_rl.models.policy.export import clean_name, copy_processor, dtensor_params_generator, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
 from nemo_rl.models.policy.utils import (
     PRECISION_DTYPES,
     TARGET_DTYPES,
-    free_memory_bytes,
     init_process_group,
     resolve_device,
 )
 from nemo_rl.utils.log import configure_logging
+from nemo_rl.utils.memory import free_memory_bytes
 
 CPU_EAGER_TOKENS = 256
 """Up to this length eager attention is the faster one on CPU: at 58 tokens its forward and backward take a quarter of
@@ -101,6 +101,8 @@ class DTensorPolicyWorkerV2:
         self._engines: Sequence[Receiver] = ()
         self._update_group: WeightUpdateGroup | None = None
         self._buffers: FlatBuffers | None = None
+        self._engines_hold_frozen = False
+        """Whether every engine of the group has had all weights, those that training leaves alone too."""
         self.tokenizer_folder = tokenizer_folder
         self.model_folder = model_folder
         self.device = resolve_device(device)
@@ -162,7 +164,7 @@ class DTensorPolicyWorkerV2:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
     def free_memory_bytes(self) -> int:
-        return free_memory_bytes(self.device)
+        return free_memory_bytes(self.device.type)
 
     def connect_sglang_rollout_engines_distributed(
         self,
@@ -194,6 +196,7 @@ class DTensorPolicyWorkerV2:
                 deadline=deadline,
             )
 
+        self._engines_hold_frozen = False
         self._update_group = on_rank0(connect, self._exchange, deadline)
 
     def update_weights_to_sglang_distributed(
@@ -209,6 +212,8 @@ class DTensorPolicyWorkerV2:
     ) -> RefitStats:
         """Gather every weight, bucket by bucket; rank 0 sends each bucket to every engine.
 
+        From the second refit of a group on, tensors that are made of frozen parameters alone are left out.
+
         Args:
             limit_s: what is left of the caller's deadline; None: `refit_timeout_s`.
 
@@ -220,7 +225,8 @@ class DTensorPolicyWorkerV2:
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
         deadline = self._deadline(limit_s)
-        plan = self.export_plan
+        plan = self.export_plan.without(self._frozen_names()) if self._engines_hold_frozen else self.export_plan
+        self._engines_hold_frozen = False
         layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
         buffers = on_rank0(lambda: self._prepare_refit(layouts), self._exchange, deadline)
         timeline = Timeline(self.device)
@@ -236,7 +242,7 @@ class DTensorPolicyWorkerV2:
             timeline=timeline,
         )
         try:
-            return broadcast_hf_buckets_via_distributed_impl(
+            stats = broadcast_hf_buckets_via_distributed_impl(
                 bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, plan.manifest),
                 rollout_engines=rollout_engines,
                 sender=sender,
@@ -246,6 +252,8 @@ class DTensorPolicyWorkerV2:
         except TransferError:
             self._update_group = self._buffers = None
             raise
+        self._engines_hold_frozen = not negated
+        return stats
 
     def disconnect_sglang_rollout_engines_distributed(self) -> None:
         """Take the weight-update group down on both sides. Idempotent.
@@ -273,6 +281,13 @@ class DTensorPolicyWorkerV2:
         # On the CPU new pages cost as much time as a gather; on a GPU training wants the memory.
         self._buffers = buffers if self.device.type == "cpu" else None
         return buffers
+
+    def _frozen_names(self) -> set[str]:
+        return {
+            clean_name(name)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
 
     def _disconnect(self, deadline: Deadline) -> None:
         group, self._update_group = self._update_group, None

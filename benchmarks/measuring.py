@@ -1,0 +1,193 @@
+"""A trainer rank that can refit in more ways than one, for comparison."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
+from nemo_rl.distributed.weight_transfer.buckets import (
+    BucketHeader,
+    FlatBuffers,
+    NamedTensor,
+    bucket_layouts,
+    flatten_bucket,
+    iter_named_tensor_buckets,
+    make_header,
+)
+from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.weight_transfer.timeline import Timeline
+from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
+
+NUM_RAW = 8
+"""Broadcasts that the raw figure is made of; the first starts the clock, so that no announcement counts."""
+TIMEOUT_S = 600.0
+
+
+class MeasuringWorker(DTensorPolicyWorkerV2):
+    """`path`: "this", as the product has it; "serial": the same without any overlap; "usual": one gather to all ranks and
+    one broadcast per tensor, one announcement per bucket, nothing beside anything else.
+    """
+
+    path = "this"
+    bucket_bytes: int | None = None
+
+    def choose(self, path: str, bucket_bytes: int | None) -> None:
+        """Of the refits from now on; bucket_bytes None: as the caller of the refit says."""
+        self.path, self.bucket_bytes = path, bucket_bytes
+
+    def update_weights_to_sglang_distributed(
+        self, *, rollout_engines: Sequence[Receiver], buffer_size_bytes: int, **others: Any
+    ) -> RefitStats:
+        size_bytes = self.bucket_bytes or buffer_size_bytes
+        if self.path == "this":
+            return super().update_weights_to_sglang_distributed(
+                rollout_engines=rollout_engines, buffer_size_bytes=size_bytes, **others
+            )
+        timeline = Timeline(self.device)
+        if self.path == "serial":
+            buckets = self._gathered(size_bytes, timeline)
+        else:
+            tensors = self._full_tensors()
+            buckets = _timed(
+                iter_named_tensor_buckets(tensors, size_bytes, self.export_plan.manifest), timeline, self.device
+            )
+        stats = RefitStats()
+        for index, bucket in enumerate(buckets):
+            if self._update_group is not None:
+                header = make_header(index, bucket, flattened=self.path == "serial")
+                payload = [flatten_bucket(bucket)] if self.path == "serial" else [tensor for _, tensor in bucket]
+                _send(rollout_engines, self._update_group, header, payload, timeline)
+            stats = replace(
+                stats,
+                num_bytes=stats.num_bytes + sum(tensor.nbytes for _, tensor in bucket),
+                num_tensors=stats.num_tensors + len(bucket),
+                num_buckets=index + 1,
+            )
+        return replace(stats, spans=timeline.spans())
+
+    def gather_s(self, bucket_bytes: int) -> float:
+        """Seconds of the gathers alone, as a refit makes them."""
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in self._gathered(bucket_bytes, Timeline(self.device)):
+            pass
+        self._wait_for_device()
+        return time.perf_counter() - start_s
+
+    def raw_s(self, rollout_engines: Sequence[Receiver], num_bytes: int) -> float:
+        """Seconds of a broadcast of `num_bytes` to every engine, over the weight-update group; 0 on ranks but 0.
+
+        It goes under names that no model has: engines receive and drop it.
+        """
+        if self._update_group is None:
+            return 0.0
+        num_values = num_bytes // 2 // NUM_RAW
+        bucket = [
+            (f"nobody.has.{index}", torch.zeros(num_values, dtype=torch.bfloat16, device=self.device))
+            for index in range(NUM_RAW)
+        ]
+        header = make_header(0, bucket, flattened=False)
+        answers = [engine.announce(header, self._update_group.spec.name, TIMEOUT_S) for engine in rollout_engines]
+        start_s = 0.0
+        for index, (_, tensor) in enumerate(bucket):
+            self._update_group.send([tensor], TIMEOUT_S, self._event()).result()
+            start_s = time.perf_counter() if index == 0 else start_s
+        seconds = time.perf_counter() - start_s
+        for answer in answers:
+            answer.result()
+        return seconds * NUM_RAW / (NUM_RAW - 1)
+
+    def move_weights(self) -> None:
+        """What a training step does to weights, without its memory: each differs afterwards."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.is_floating_point():
+                    parameter.mul_(1.02).add_(0.001)
+
+    def peak_bytes(self) -> int:
+        """Of the device since the start; 0 on the CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
+        layouts = bucket_layouts(self.export_plan.manifest, bucket_bytes)
+        if dist.get_rank() == 0 and (self._buffers is None or not self._buffers.fit(layouts)):
+            self._buffers = FlatBuffers(layouts, self.device)
+        tensors = dtensor_params_generator(
+            self.model,
+            self.export_plan,
+            layouts=layouts,
+            buffers=self._buffers,
+            device=self.device,
+            timeline=timeline,
+        )
+        for bucket in iter_named_tensor_buckets(tensors, bucket_bytes, self.export_plan.manifest):
+            self._wait_for_device()
+            yield bucket
+
+    def _full_tensors(self) -> Iterator[NamedTensor]:
+        """Every tensor on every rank, one gather each."""
+        plan = self.export_plan
+        state = {clean_name(name): value.detach() for name, value in self.model.state_dict().items()}
+        for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True):
+            dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
+            whole = {name: _full_tensor(state[name].to(dtype)) for name in group.sources}
+            made = group.to_checkpoint(whole, plan.twin)
+            for spec in specs:
+                tensor = made[spec.name].transpose(-1, -2) if spec.transposed else made[spec.name]
+                yield spec.name, tensor.to(spec.dtype).contiguous()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _full_tensor(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _timed(
+    buckets: Iterator[list[NamedTensor]], timeline: Timeline, device: torch.device
+) -> Iterator[list[NamedTensor]]:
+    index, start_s = 0, timeline.now_s()
+    for bucket in buckets:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        timeline.add("gather", index, start_s, timeline.now_s())
+        yield bucket
+        index, start_s = index + 1, timeline.now_s()
+
+
+def _send(
+    engines: Sequence[Receiver],
+    group: WeightUpdateGroup,
+    header: BucketHeader,
+    payload: list[torch.Tensor],
+    timeline: Timeline,
+) -> None:
+    """Announce, broadcast, wait until it is loaded."""
+    start_s = timeline.now_s()
+    answers = [engine.announce(header, group.spec.name, TIMEOUT_S) for engine in engines]
+    ready = None
+    if payload[0].is_cuda:
+        ready = torch.cuda.Event()
+        ready.record()
+    group.send(payload, TIMEOUT_S, ready).result()
+    sent_s = timeline.now_s()
+    for answer in answers:
+        answer.result()
+    timeline.add("broadcast", header.index, start_s, sent_s)
+    timeline.add("load", header.index, sent_s, timeline.now_s())
