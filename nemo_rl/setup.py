@@ -60,6 +60,8 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     """
     layout = make_layout(config)
     device = _resolve_device(config.cluster.device)
+    if device == "cpu" and config.policy.dtensor_cfg.cpu_offload:
+        raise ValueError("policy.dtensor_cfg.cpu_offload: got true; allowed on cuda, and this run is on cpu")
     problems = load_problems(config.data)
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])

@@ -75,7 +75,7 @@ class DTensorConfig(Section):
     sequence_parallel: bool = False
     """Shard activations along the sequence; goes with tensor parallelism."""
     cpu_offload: bool = False
-    """Keep the shards in host memory."""
+    """Keep the shards in host memory between uses; on CUDA alone."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
