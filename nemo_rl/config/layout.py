@@ -90,7 +90,9 @@ def make_layout(config: MasterConfig) -> Layout:
 
 
 def _refuse_slots(nodes: int, per_node: int, total: int, cluster: ClusterConfig) -> str:
-    key, value = (f"{_RESOURCES}.num_nodes", nodes) if cluster.num_nodes > 1 else (f"{_RESOURCES}.gpus_per_node", per_node)
+    key, value = (f"{_RESOURCES}.gpus_per_node", per_node)
+    if cluster.num_nodes > 1:
+        key, value = (f"{_RESOURCES}.num_nodes", nodes)
     allowed = f"asked {nodes * per_node} slots for engines, available {total}"
     if not cluster.share_gpus:
         allowed += " of which 1 or more must train"

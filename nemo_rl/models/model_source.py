@@ -171,7 +171,7 @@ def _write_smollm2(folder: Path) -> None:
     model.load_state_dict(quantized.state_dict(), strict=True)
     model.generation_config = quantized.generation_config
     model.bfloat16().save_pretrained(folder)
-    _write_smollm2_tokenizer(source, folder, int(model.config.eos_token_id))
+    _write_smollm2_tokenizer(source, folder, fields["eos_token_id"])
 
 
 def _write_smollm2_tokenizer(source: Path, folder: Path, eos_token_id: int) -> None:
