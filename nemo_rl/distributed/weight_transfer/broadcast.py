@@ -1,17 +1,21 @@
 """The sender: trainer rank 0 broadcasts bucket after bucket and watches the engines' answers."""
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
 
 from nemo_rl.distributed.weight_transfer.buckets import BucketHeader, NamedTensor, flatten_bucket, make_header
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.distributed.weight_transfer.errors import ManifestError, TransferError, TransferFacts
+from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFacts
 from nemo_rl.distributed.weight_transfer.manifest import Manifest
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
 from nemo_rl.distributed.weight_transfer.rank_exchange import Outcome, RankExchange, as_transfer_error, settle
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.rollout_engines import abandon
+from nemo_rl.distributed.weight_transfer.timeline import Span, Timeline
 
 _REFUSE_S = 0.2
 """For an engine to refuse a group's first bucket before NCCL makes its communicator (see `WeightUpdateGroup`)."""
@@ -30,43 +34,76 @@ class RefitStats:
     num_bytes: int = 0
     num_tensors: int = 0
     num_buckets: int = 0
+    spans: tuple[Span, ...] = ()
+    """On trainer rank 0 alone."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """One bucket that engines were told of, and their answers."""
+
+    header: BucketHeader
+    answers: dict[Future[None], Receiver]
+
+    def pending(self) -> list[Future[None]]:
+        return [answer for answer in self.answers if not answer.done()]
 
 
 class BucketSender:
-    """Sends what the manifest holds, bucket by bucket, to every engine of one weight-update group."""
+    """Sends what the manifest holds, bucket by bucket, to every engine of one weight-update group.
 
-    def __init__(self, engines: Sequence[Receiver], group: WeightUpdateGroup, manifest: Manifest, deadline: Deadline):
+    A bucket is announced as soon as the one before has been received, while engines load that one; so the answers to two
+    may be outstanding.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Receiver],
+        group: WeightUpdateGroup,
+        manifest: Manifest,
+        deadline: Deadline,
+        timeline: Timeline | None = None,
+    ):
         self._engines = engines
         self._group = group
         self._manifest = manifest
         self._sent: list[str] = []
         self._deadline = deadline
         self._flattened = all(engine.takes_flattened for engine in engines)
+        self._outstanding: list[_Announcement] = []
         self._abandoned = False
+        self._timeline = timeline or Timeline(torch.device("cpu"))
         self.announced: tuple[str, ...] = ()
         """Names of the engines that may hold new weights: all, once a bucket has been announced."""
         self.stats = RefitStats()
 
-    def send(self, bucket: list[NamedTensor]) -> None:
-        """Announce, broadcast, await every engine's answer.
+    def send(self, bucket: list[NamedTensor], ready: torch.cuda.Event | None = None) -> None:
+        """Announce and broadcast; return when every engine has the bytes. Whether it loads them is heard later.
+
+        Args:
+            ready: see `WeightUpdateGroup.send`.
 
         Raises:
             ManifestError: the bucket is not what was planned; nothing of it is sent.
-            TransferError: an engine refused the bucket, failed while loading it, or did not answer in time.
+            TransferError: an engine refused a bucket, failed while loading one, or did not answer in time.
         """
         for name, tensor in bucket:
             self._manifest.check(name, tensor)
         header = make_header(self.stats.num_buckets, bucket, flattened=self._flattened)
+        self._await(None, max_outstanding=1)
         left_s = self._deadline.remaining_s()
         if not left_s:
             raise self._failure(header, f"{header.describe()}: not sent within {self._deadline.timeout_s:g} s")
         payload = [flatten_bucket(bucket)] if self._flattened else [tensor for _, tensor in bucket]
-        self.announced = tuple(engine.name for engine in self._engines)
-        answers = {engine.announce(header, self._group.spec.name, left_s): engine for engine in self._engines}
+        start_s = self._timeline.now_s()
+        answers = self._announce(header, left_s)
         if self._group.spec.backend == "nccl" and not self._group.has_sent:
             wait(answers, timeout=_REFUSE_S, return_when=FIRST_EXCEPTION)
-            self._raise_refusal(header, answers)
-        self._await(header, answers, self._group.send(payload, left_s + _ARRIVE_S))
+            self._raise_refusal()
+        self._await((header, self._group.send(payload, left_s + _ARRIVE_S, ready)), max_outstanding=2)
+        end_s = self._timeline.now_s()
+        self._timeline.add("broadcast", header.index, start_s, end_s)
+        _when_all_done(answers, lambda: self._timeline.add("load", header.index, end_s, self._timeline.now_s()))
         self._sent += header.names
         self.stats = RefitStats(
             num_bytes=self.stats.num_bytes + sum(tensor.nbytes for _, tensor in bucket),
@@ -75,8 +112,17 @@ class BucketSender:
         )
 
     def finish(self) -> None:
-        """Raise ManifestError unless everything planned has been sent, each tensor once."""
+        """Return when every engine has loaded all that was sent.
+
+        Raises:
+            ManifestError: something planned has not been sent, or twice.
+            TransferError: as `send`.
+        """
+        self._await(None, max_outstanding=0)
         self._manifest.check_complete(self._sent)
+
+    def spans(self) -> tuple[Span, ...]:
+        return self._timeline.spans()
 
     def abandon(self) -> None:
         """Nothing more will be sent: end the connections, so that no engine waits. Idempotent."""
@@ -84,40 +130,61 @@ class BucketSender:
             self._abandoned = True
             abandon(self._engines, self._group)
 
-    def _await(self, header: BucketHeader, answers: dict[Future[None], Receiver], sent: Future[None]) -> None:
-        """An engine that refuses before it has received leaves the broadcast without end: all is watched at once."""
-        self._watch(set(answers), sent)
-        self._raise_refusal(header, answers)
-        if sent.done() and (error := sent.exception()) is not None:
-            raise self._failure(header, f"the broadcast of {header.describe()} broke off: {error}") from error
-        names = [engine.name for future, engine in answers.items() if not future.done()]
-        within = f"within {self._deadline.timeout_s:g} s"
-        if names:
-            what = f"{', '.join(names)} did not answer for {header.describe()} {within}"
-            raise self._failure(header, what, names[0] if len(names) == 1 else None)
-        if not sent.done():
-            what = f"every engine says that it has loaded {header.describe()}, yet the broadcast is not done"
-            raise self._failure(header, what)
+    def _announce(self, header: BucketHeader, left_s: float) -> list[Future[None]]:
+        self.announced = tuple(engine.name for engine in self._engines)
+        answers = {engine.announce(header, self._group.spec.name, left_s): engine for engine in self._engines}
+        self._outstanding.append(_Announcement(header, answers))
+        return list(answers)
 
-    def _raise_refusal(self, header: BucketHeader, answers: dict[Future[None], Receiver]) -> None:
-        for future, engine in answers.items():
-            if future.done() and (error := future.exception()) is not None:
-                what = f"{engine.name} failed at {header.describe()}: {error}"
-                raise self._failure(header, what, engine.name, str(error)) from error
+    def _await(self, sending: tuple[BucketHeader, Future[None]] | None, max_outstanding: int) -> None:
+        """Wait for a broadcast to end, and until so many buckets at most are not loaded.
 
-    def _watch(self, answers: set[Future[None]], sent: Future[None]) -> None:
-        """Return when all is done, or something failed, or the time is over."""
-        pending, broken = {sent, *answers}, False
-        while pending and not broken:
+        An engine that refuses before it has received leaves the broadcast without end: all is watched at once.
+        """
+        while True:
+            self._raise_refusal()
+            if sending is not None and sending[1].done():
+                self._raise_broken(*sending)
+                sending = None
+            self._outstanding = [announcement for announcement in self._outstanding if announcement.pending()]
+            if sending is None and len(self._outstanding) <= max_outstanding:
+                return
+            answers = [answer for announcement in self._outstanding for answer in announcement.pending()]
             limit_s = self._deadline.remaining_s()
-            done, pending = wait(
-                pending,
-                timeout=limit_s if pending & answers else min(_ARRIVE_S, limit_s),
+            done, _ = wait(
+                [*answers, sending[1]] if sending is not None else answers,
+                timeout=limit_s if answers else min(_ARRIVE_S, limit_s),
                 return_when=FIRST_COMPLETED,
             )
-            broken = not done or any(future.exception() is not None for future in done)
-        if sent.done() and sent.exception() is not None:
-            wait(answers, timeout=min(_SAY_WHY_S, self._deadline.remaining_s()), return_when=FIRST_EXCEPTION)
+            if not done:
+                self._raise_late(sending)
+
+    def _raise_refusal(self) -> None:
+        for announcement in self._outstanding:
+            for future, engine in announcement.answers.items():
+                if future.done() and (error := future.exception()) is not None:
+                    what = f"{engine.name} failed at {announcement.header.describe()}: {error}"
+                    raise self._failure(announcement.header, what, engine.name, str(error)) from error
+
+    def _raise_broken(self, header: BucketHeader, sent: Future[None]) -> None:
+        """If the broadcast broke off; an engine may say why."""
+        if (error := sent.exception()) is None:
+            return
+        answers = [answer for announcement in self._outstanding for answer in announcement.pending()]
+        wait(answers, timeout=min(_SAY_WHY_S, self._deadline.remaining_s()), return_when=FIRST_EXCEPTION)
+        self._raise_refusal()
+        raise self._failure(header, f"the broadcast of {header.describe()} broke off: {error}") from error
+
+    def _raise_late(self, sending: tuple[BucketHeader, Future[None]] | None) -> None:
+        for announcement in self._outstanding:
+            header, late = announcement.header, [announcement.answers[answer].name for answer in announcement.pending()]
+            if late:
+                what = f"{', '.join(late)} did not answer for {header.describe()} within {self._deadline.timeout_s:g} s"
+                raise self._failure(header, what, late[0] if len(late) == 1 else None)
+        if sending is not None:
+            header = sending[0]
+            what = f"every engine says that it has loaded {header.describe()}, yet the broadcast is not done"
+            raise self._failure(header, what)
 
     def _failure(
         self, header: BucketHeader, what: str, engine: str | None = None, engine_text: str | None = None
@@ -125,6 +192,23 @@ class BucketSender:
         tensors = (header.names[0], header.names[-1])
         facts = TransferFacts(engine=engine, bucket=header.index, tensors=tensors, engine_text=engine_text)
         return TransferError(what, facts).touching(self.announced)
+
+
+def _when_all_done(answers: Sequence[Future[None]], action: Callable[[], None]) -> None:
+    """Call `action` once, on the thread that sees the last answer."""
+    left = len(answers)
+    lock = Lock()
+
+    def count(_: Future[None]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            action()
+
+    for answer in answers:
+        answer.add_done_callback(count)
 
 
 def broadcast_hf_buckets_via_distributed_impl(
@@ -135,11 +219,14 @@ def broadcast_hf_buckets_via_distributed_impl(
     exchange: RankExchange,
     deadline: Deadline,
 ) -> RefitStats:
-    """Drain the iterator on every rank; send on the rank that has a sender (rank 0).
+    """Drain the iterator on every rank; on the rank that has a sender (rank 0), send one bucket while the next is made.
 
     The iterator is collective: a rank that stopped walking would leave the others in a gather. So rank 0 keeps walking
     after a failure, and one exchange at the end makes every rank return, or every rank raise the same error. A rank whose
     iterator itself raises cannot walk on: it says so and raises, and its caller ends the ranks that are in a gather.
+
+    Args:
+        bucket_iterator: a bucket's tensors must stay as they are until the bucket after the next is asked for.
 
     Raises:
         TransferError: on every rank, with the failures in rank order; the group has then ended.
@@ -153,10 +240,11 @@ def broadcast_hf_buckets_via_distributed_impl(
         failure = error
     if sender is not None and failure is not None:
         sender.abandon()
+    stats = sender.stats if sender else RefitStats()
     outcome = Outcome(
         error=as_transfer_error(failure, exchange.rank) if failure is not None else None,
         announced=sender.announced if sender else (),
-        sent=astuple(sender.stats) if sender else (0, 0, 0),
+        sent=(stats.num_bytes, stats.num_tensors, stats.num_buckets),
     )
     engines = tuple(engine.name for engine in rollout_engines)
     try:
@@ -165,24 +253,58 @@ def broadcast_hf_buckets_via_distributed_impl(
         if sender is not None:
             sender.abandon()
         raise
-    return RefitStats(*rank0.sent)
+    return RefitStats(*rank0.sent, spans=sender.spans() if sender else ())
 
 
 def _walk(bucket_iterator: Iterable[list[NamedTensor]], sender: BucketSender | None) -> Exception | None:
     """Walk to the end; returns why sending stopped."""
-    failure: Exception | None = None
-    for bucket in bucket_iterator:
-        if sender is None or failure is not None:
-            continue
+    if sender is None:
+        for _ in bucket_iterator:
+            pass
+        return None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit") as pool:
         try:
-            sender.send(bucket)
-        except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
-            # Its frames hold the bucket.
-            failure = error.with_traceback(None)
+            failure = _send_beside(bucket_iterator, sender, pool)
+        except Exception:  # whatever it is, nothing may be left under way; it is raised again
             sender.abandon()
-    if sender is not None and failure is None:
+            raise
+    if failure is None:
         try:
             sender.finish()
-        except ManifestError as error:
+        except TransferError as error:
             failure = error
     return failure
+
+
+def _send_beside(
+    bucket_iterator: Iterable[list[NamedTensor]], sender: BucketSender, pool: ThreadPoolExecutor
+) -> Exception | None:
+    """The iterator makes the next bucket here while the pool's thread sends the last one."""
+    failure: Exception | None = None
+    under_way: Future[Exception | None] | None = None
+    for bucket in bucket_iterator:
+        last, under_way = under_way, None
+        if last is not None:
+            failure = last.result()
+        if failure is None:
+            under_way = pool.submit(_send, sender, bucket, _event_after(bucket))
+    return failure if under_way is None else under_way.result()
+
+
+def _send(sender: BucketSender, bucket: list[NamedTensor], ready: torch.cuda.Event | None) -> Exception | None:
+    try:
+        sender.send(bucket, ready)
+    except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
+        sender.abandon()
+        # Its frames hold the bucket.
+        return error.with_traceback(None)
+    return None
+
+
+def _event_after(bucket: list[NamedTensor]) -> torch.cuda.Event | None:
+    """What the current stream has done when the bucket is complete."""
+    if not bucket[0][1].is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

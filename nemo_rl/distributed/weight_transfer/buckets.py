@@ -1,14 +1,64 @@
 """Named tensors -> buckets of bounded size -> one flat buffer each."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
-from nemo_rl.distributed.weight_transfer.manifest import Manifest
+from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec
 
 NamedTensor = tuple[str, torch.Tensor]
+NUM_BUFFERS = 2
+"""One is filled while the other is sent."""
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where each tensor of a bucket lies in its flat buffer: wider dtypes first, so that offsets divide by item sizes."""
+
+    specs: tuple[TensorSpec, ...]
+    """In the order of the manifest."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each tensor by its name, as a part of `flat`: uint8 `[at least num_bytes]`."""
+        views, offset = {}, 0
+        for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
+            end = offset + spec.num_bytes
+            views[spec.name] = flat[offset:end].view(spec.dtype).view(spec.shape)
+            offset = end
+        return views
+
+
+def bucket_layouts(manifest: Manifest, buffer_size_bytes: int) -> list[BucketLayout]:
+    """See `Manifest.bucket_lengths`."""
+    specs = iter(manifest.specs)
+    return [BucketLayout(tuple(islice(specs, length))) for length in manifest.bucket_lengths(buffer_size_bytes)]
+
+
+class FlatBuffers:
+    """Memory for buckets, used in turn: what was written stays until the buffer after the next is asked for."""
+
+    def __init__(self, layouts: Sequence[BucketLayout], device: torch.device) -> None:
+        self.num_bytes = max((layout.num_bytes for layout in layouts), default=0)
+        self._buffers = [
+            torch.empty(self.num_bytes, dtype=torch.uint8, device=device) for _ in range(min(NUM_BUFFERS, len(layouts)))
+        ]
+        self._num_taken = 0
+
+    def fit(self, layouts: Sequence[BucketLayout]) -> bool:
+        """Whether they are as large and as many as these buckets need."""
+        num_bytes = max((layout.num_bytes for layout in layouts), default=0)
+        return self.num_bytes == num_bytes and len(self._buffers) == min(NUM_BUFFERS, len(layouts))
+
+    def next(self) -> torch.Tensor:
+        """uint8 `[num_bytes]`."""
+        self._num_taken += 1
+        return self._buffers[self._num_taken % len(self._buffers)]
 
 
 @dataclass(frozen=True)
@@ -58,5 +108,12 @@ def make_header(index: int, bucket: list[NamedTensor], *, flattened: bool) -> Bu
 
 
 def flatten_bucket(bucket: list[NamedTensor]) -> torch.Tensor:
-    """The tensors' bytes one behind the other, without padding: uint8 `[bytes]`."""
-    return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
+    """The tensors' bytes one behind the other, without padding: uint8 `[bytes]`. Copies nothing that lies so already."""
+    parts = [tensor.contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    storage = parts[0].untyped_storage()
+    in_a_row = all(part.data_ptr() == end for part, end in zip(parts[1:], ends, strict=False))
+    if in_a_row and all(part.untyped_storage().data_ptr() == storage.data_ptr() for part in parts):
+        flat = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
+        return flat.set_(storage, parts[0].storage_offset(), (sum(part.nbytes for part in parts),), (1,))
+    return torch.cat(parts)

@@ -49,6 +49,7 @@ class WeightUpdateGroup:
         self.spec = GroupSpec(name, backend, master_address, self._store.port, world_size)
         self._forming: Future[DeviceBackend] | None = None
         self._sending: Future[None] | None = None
+        self._stream: torch.cuda.Stream | None = None
         self.has_sent = False
         """Whether a broadcast was ever started: NCCL makes its communicator then, and cannot be called back from it."""
 
@@ -65,15 +66,23 @@ class WeightUpdateGroup:
         # The server is a client of itself, and so is rank 0.
         return max(0, num_accepted(self.spec.master_port) - 2) if self._store is not None else 0
 
-    def send(self, tensors: Sequence[torch.Tensor], timeout_s: float) -> Future[None]:
-        """Start broadcasting contiguous tensors, one after the other; done when every rank has them."""
+    def send(
+        self, tensors: Sequence[torch.Tensor], timeout_s: float, ready: torch.cuda.Event | None = None
+    ) -> Future[None]:
+        """Start broadcasting contiguous tensors, one after the other; done when every rank has them.
+
+        Args:
+            ready: recorded where the tensors were complete; the broadcast waits for nothing else on that stream.
+        """
         if self._forming is None:
             raise TransferError(f"weight-update group {self.spec.name} has ended")
         self.has_sent = True
         backend = self._forming.result()
-        stream = torch.cuda.current_stream() if tensors[0].is_cuda else None
+        if ready is not None and self._stream is None:
+            self._stream = torch.cuda.Stream(tensors[0].device)
+        stream, timeout = self._stream, timedelta(seconds=timeout_s)
         self._sending = _on_thread(
-            f"send-{self.spec.name}", lambda: _broadcast_all(backend, tensors, stream, timedelta(seconds=timeout_s))
+            f"send-{self.spec.name}", lambda: _broadcast_all(backend, tensors, stream, ready, timeout)
         )
         return self._sending
 
@@ -159,13 +168,19 @@ def _on_thread(name: str, action: Callable[[], T]) -> Future[T]:
 
 
 def _broadcast_all(
-    backend: DeviceBackend, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None, timeout: timedelta
+    backend: DeviceBackend,
+    tensors: Sequence[torch.Tensor],
+    stream: torch.cuda.Stream | None,
+    ready: torch.cuda.Event | None,
+    timeout: timedelta,
 ) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     options.timeout = timeout
     # The current stream is a thread's own.
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        if stream is not None and ready is not None:
+            stream.wait_event(ready)
         works = [backend.broadcast([tensor], options) for tensor in tensors]
         for work in works:
             work.wait(timeout)

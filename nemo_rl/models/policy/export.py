@@ -3,22 +3,33 @@
 import copy
 import re
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl.distributed.weight_transfer.buckets import BucketLayout, FlatBuffers, NamedTensor, bucket_layouts
 from nemo_rl.distributed.weight_transfer.errors import ManifestError
-from nemo_rl.distributed.weight_transfer.manifest import listed
+from nemo_rl.distributed.weight_transfer.manifest import TensorSpec, listed
+from nemo_rl.distributed.weight_transfer.timeline import Timeline
 from nemo_rl.models.model_source import PROCESSOR_FILES
+from nemo_rl.models.policy.conversions import TensorGroup
 from nemo_rl.models.policy.export_plan import ExportPlan
+from nemo_rl.models.policy.gather import Gather, gather_to_rank0
 
 WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module)\.")
 """What torch.compile, activation checkpointing and data parallelism put into names."""
+
+
+EXPORT_BUCKET_BYTES = 2**28
+"""Gathered at once for a folder on disk."""
 
 
 def clean_name(name: str) -> str:
@@ -27,39 +38,155 @@ def clean_name(name: str) -> str:
 
 
 def dtensor_params_generator(
-    model: PreTrainedModel, plan: ExportPlan, *, negated: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model: PreTrainedModel,
+    plan: ExportPlan,
+    *,
+    layouts: Sequence[BucketLayout] | None = None,
+    buffers: FlatBuffers | None = None,
+    device: torch.device | None = None,
+    negated: bool = False,
+    timeline: Timeline | None = None,
+) -> Iterator[NamedTensor]:
     """Yield each tensor of the manifest once, in its order: (checkpoint name, whole contiguous tensor).
 
-    Collective: every rank must walk it all. At most one module tensor is whole at a time, or those of one layer that a
-    conversion needs together, such as its stack of experts.
+    Collective: every rank must walk it all. Rank 0 has the tensors, one bucket at a time, as parts of a flat buffer; other
+    ranks get them on meta. Beside the buffers rank 0 holds a message as large as the largest tensor at most, or the
+    tensors of one layer that a conversion needs together, such as its stack of experts.
 
     Args:
+        layouts: the buckets; None: one for all.
+        buffers: written in turn, so a tensor is good until the bucket after the next; None: new memory for each bucket.
+        device: where the tensors are made; None: where the shards are.
         negated: every bit pattern differs from the weight's (-x, for integers ~x), zeros too.
+        timeline: gets the seconds of each bucket's gathers.
 
     Raises:
         ManifestError: on every rank, before anything is gathered, when the model has other names than at set-up.
+        Exception: on rank 0, whatever a conversion raised; all has been gathered then, so that no rank waits.
     """
     state = {clean_name(name): value.detach() for name, value in model.state_dict().items()}
     _check_sources(model, state, plan)
-    for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True):
-        # Cast before the gather: bf16 moves half the bytes of the float32 shards.
+    device = device or next(iter(state.values())).device
+    maker = _BucketMaker(state, plan, device, negated=negated)
+    for index, layout in enumerate([BucketLayout(plan.manifest.specs)] if layouts is None else layouts):
+        views = layout.views(_memory(layout, buffers, device))
+        with timeline.on_device("gather", index) if timeline is not None else nullcontext():
+            maker.fill(views)
+        if maker.failure is None:
+            yield from ((spec.name, views[spec.name]) for spec in layout.specs)
+    if maker.failure is not None:
+        raise maker.failure
+
+
+def is_rank0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _memory(layout: BucketLayout, buffers: FlatBuffers | None, device: torch.device) -> torch.Tensor:
+    if not is_rank0():
+        return torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
+    return torch.empty(layout.num_bytes, dtype=torch.uint8, device=device) if buffers is None else buffers.next()
+
+
+class _BucketMaker:
+    """Gathers what a bucket is made of, into its place or, for a conversion, beside it."""
+
+    def __init__(
+        self, state: Mapping[str, torch.Tensor], plan: ExportPlan, device: torch.device, *, negated: bool
+    ) -> None:
+        self.failure: Exception | None = None
+        """What went wrong on rank 0; it gathers on without making anything."""
+        self._is_rank0 = is_rank0()
+        self._state = state
+        self._twin = plan.twin
+        self._device = device
+        self._negated = negated
+        self._due = deque(zip(plan.groups, plan.manifest.by_sources(), strict=True))
+        self._message_bytes = max((spec.num_bytes for spec in plan.manifest.specs), default=0)
+        self._converted: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        """Of a group that goes on in the next bucket."""
+
+    def fill(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Make the tensors of one bucket. Collective."""
+        self._on_rank0(lambda: self._place(views))
+        plain: list[Gather] = []
+        converted: list[_Conversion] = []
+        while self._due and self._due[0][1][0].name in views:
+            group, specs = self._due.popleft()
+            if _is_plain(group, specs):
+                into = views[specs[0].name] if self._is_rank0 else None
+                plain.append(Gather(self._state[group.sources[0]], specs[0].dtype, into))
+                continue
+            conversion = self._conversion(group, specs)
+            if sum(other.num_bytes for other in converted) + conversion.num_bytes > self._message_bytes:
+                self._convert(converted, views)
+                converted = []
+            converted.append(conversion)
+        self._convert(converted, views)
+        gather_to_rank0(plain, self._message_bytes, self._device)
+        if self._negated:
+            self._on_rank0(lambda: _negate(views.values()))
+
+    def _conversion(self, group: TensorGroup, specs: Sequence[TensorSpec]) -> "_Conversion":
         dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
-        gathered = {name: _gather(state[name].to(dtype)) for name in group.sources}
-        made = group.to_checkpoint(gathered, plan.twin)
-        del gathered
-        for spec in specs:
-            tensor = made.pop(spec.name)
-            if spec.transposed:
-                tensor = tensor.transpose(-1, -2)
-            tensor = tensor.to(spec.dtype)
-            if negated:
-                tensor = tensor.neg() if tensor.is_floating_point() else ~tensor
-            yield spec.name, tensor.contiguous()
+        device = self._device if self._is_rank0 else torch.device("meta")
+        shapes = {source: self._state[source].shape for source in group.sources}
+        whole = {source: torch.empty(shape, dtype=dtype, device=device) for source, shape in shapes.items()}
+        return _Conversion(group, specs, whole)
+
+    def _convert(self, conversions: Sequence["_Conversion"], views: Mapping[str, torch.Tensor]) -> None:
+        gathers = [
+            Gather(self._state[source], into.dtype, into if self._is_rank0 else None)
+            for conversion in conversions
+            for source, into in conversion.whole.items()
+        ]
+        gather_to_rank0(gathers, self._message_bytes, self._device)
+        for conversion in conversions:
+            self._on_rank0(partial(self._run, conversion))
+            self._on_rank0(lambda: self._place(views))
+
+    def _run(self, conversion: "_Conversion") -> None:
+        made = conversion.group.to_checkpoint(conversion.whole, self._twin)
+        self._converted |= {spec.name: (spec, made[spec.name]) for spec in conversion.specs}
+
+    def _place(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Copy what has been converted to where this bucket has it."""
+        for name in [name for name in self._converted if name in views]:
+            spec, tensor = self._converted.pop(name)
+            tensor = tensor.transpose(-1, -2) if spec.transposed else tensor
+            if tuple(tensor.shape) != spec.shape:
+                raise ManifestError(f"{name} was made as {list(tensor.shape)}; the manifest holds {spec.describe()}")
+            views[name].copy_(tensor)
+
+    def _on_rank0(self, action: Callable[[], None]) -> None:
+        """The other ranks' next gather needs this rank, whatever happens here."""
+        if self._is_rank0 and self.failure is None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 raised when all has been gathered
+                self.failure = error
 
 
-def _gather(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+@dataclass(frozen=True)
+class _Conversion:
+    group: TensorGroup
+    specs: Sequence[TensorSpec]
+    whole: dict[str, torch.Tensor]
+    """The sources, on rank 0; on meta elsewhere."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.whole.values())
+
+
+def _negate(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.neg_() if tensor.is_floating_point() else tensor.bitwise_not_()
+
+
+def _is_plain(group: TensorGroup, specs: Sequence[TensorSpec]) -> bool:
+    """Whether the tensor is its source as it is."""
+    return group.converter is None and not specs[0].transposed
 
 
 def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan: ExportPlan) -> None:
@@ -69,6 +196,13 @@ def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan:
         raise ManifestError(
             f"{type(model).__name__} has weights that were tied at set-up and are not: {listed(parted)}"
         )
+    reshaped = [
+        f"{group.sources[0]} {list(state[group.sources[0]].shape)}, {specs[0].describe()}"
+        for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True)
+        if _is_plain(group, specs) and group.sources[0] in state and state[group.sources[0]].shape != specs[0].shape
+    ]
+    if reshaped:
+        raise ManifestError(f"{type(model).__name__} has other shapes than at set-up: {listed(reshaped)}")
     planned = {source for spec in plan.manifest.specs for source in spec.sources}
     held = state.keys() - tied.keys()
     if planned != held:
@@ -88,9 +222,10 @@ def export_hf(
     """
     is_writer = dist.get_rank() == 0
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in dtensor_params_generator(model, plan):
+    layouts = bucket_layouts(plan.manifest, EXPORT_BUCKET_BYTES)
+    for name, tensor in dtensor_params_generator(model, plan, layouts=layouts):
         if is_writer:
-            # A copy of its own: pieces of fused experts share a storage, which safetensors refuses.
+            # A copy of its own: the parts of a bucket share a storage, which safetensors refuses.
             weights[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)
     if not is_writer:
         return

@@ -18,7 +18,12 @@ from nemo_rl.distributed.weight_transfer.broadcast import (
     RefitStats,
     broadcast_hf_buckets_via_distributed_impl,
 )
-from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
+from nemo_rl.distributed.weight_transfer.buckets import (
+    BucketLayout,
+    FlatBuffers,
+    bucket_layouts,
+    iter_named_tensor_buckets,
+)
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup, default_backend
@@ -28,6 +33,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
+from nemo_rl.distributed.weight_transfer.timeline import Timeline
 from nemo_rl.models.policy.export import copy_processor, dtensor_params_generator, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
@@ -94,6 +100,7 @@ class DTensorPolicyWorkerV2:
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
         self._engines: Sequence[Receiver] = ()
         self._update_group: WeightUpdateGroup | None = None
+        self._buffers: FlatBuffers | None = None
         self.tokenizer_folder = tokenizer_folder
         self.model_folder = model_folder
         self.device = resolve_device(device)
@@ -213,20 +220,31 @@ class DTensorPolicyWorkerV2:
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
         deadline = self._deadline(limit_s)
-        on_rank0(self._require_group, self._exchange, deadline)
-        group, manifest = self._update_group, self.export_plan.manifest
-        sender = BucketSender(rollout_engines, group, manifest, deadline) if group is not None else None
-        tensors = dtensor_params_generator(self.model, self.export_plan, negated=negated)
+        plan = self.export_plan
+        layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
+        buffers = on_rank0(lambda: self._prepare_refit(layouts), self._exchange, deadline)
+        timeline = Timeline(self.device)
+        group = self._update_group
+        sender = BucketSender(rollout_engines, group, plan.manifest, deadline, timeline) if group is not None else None
+        tensors = dtensor_params_generator(
+            self.model,
+            plan,
+            layouts=layouts,
+            buffers=buffers,
+            device=self.device,
+            negated=negated,
+            timeline=timeline,
+        )
         try:
             return broadcast_hf_buckets_via_distributed_impl(
-                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest),
+                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, plan.manifest),
                 rollout_engines=rollout_engines,
                 sender=sender,
                 exchange=self._exchange,
                 deadline=deadline,
             )
         except TransferError:
-            self._update_group = None
+            self._update_group = self._buffers = None
             raise
 
     def disconnect_sglang_rollout_engines_distributed(self) -> None:
@@ -243,11 +261,18 @@ class DTensorPolicyWorkerV2:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _require_group(self) -> None:
+    def _prepare_refit(self, layouts: Sequence[BucketLayout]) -> FlatBuffers:
+        """Whatever may fail on rank 0 before the first gather."""
         if self._update_group is None:
             raise TransferError(
                 "there is no weight-update group: connect_sglang_rollout_engines_distributed comes first"
             )
+        buffers = self._buffers
+        if buffers is None or not buffers.fit(layouts):
+            buffers = FlatBuffers(layouts, self.device)
+        # On the CPU new pages cost as much time as a gather; on a GPU training wants the memory.
+        self._buffers = buffers if self.device.type == "cpu" else None
+        return buffers
 
     def _disconnect(self, deadline: Deadline) -> None:
         group, self._update_group = self._update_group, None

@@ -46,6 +46,7 @@ def send_all(
     sender = BucketSender(engines, group, manifest, Deadline(timeout_s))
     for bucket in iter_named_tensor_buckets(weights(), buffer_size_bytes, manifest):
         sender.send(bucket)
+    sender.finish()
     return sender
 
 

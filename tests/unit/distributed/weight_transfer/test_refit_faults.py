@@ -47,6 +47,7 @@ def send(engines: Engines, group: WeightUpdateGroup, timeout_s: float = 20.0) ->
     try:
         for bucket in iter_named_tensor_buckets(iter(WEIGHTS), 1, manifest):
             sender.send(bucket)
+        sender.finish()
     except TransferError:
         sender.abandon()
         raise

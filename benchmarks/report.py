@@ -1,0 +1,135 @@
+"""What is written about one benchmark of the refit: a table, `refit.json`, `refit.png`, and `trace.json` for Perfetto."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from picture import bucket_name, draw_report
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+Report = dict[str, Any]
+PHASES = ("gather", "announce", "broadcast", "load", "session")
+TABLE_WIDTH = 120
+"""Columns of text, also where the output is no terminal."""
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU model, cores that this process may use, and the names of the GPUs that it sees."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Show the table and write `refit.json`, `refit.png` and `trace.json` to `folder`; all times are in seconds.
+
+    The report holds: preset, machine (`describe_machine`), software (versions by name), bytes, tensors,
+    trainer_ranks, engines, backend, repeats; the medians raw_s, usual_s, gather_s, load_s and spread (name -> [min,
+    max]); refit, a list of {bucket_bytes, buckets, seconds, spread, phases}; usual_phases; timeline and
+    usual_timeline, lists of {lane, bucket, start_s, end_s}; ratios (name -> float); proof {checksums, equal}.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "refit.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (folder / "trace.json").write_text(json.dumps(make_trace(report)), encoding="utf-8")
+    draw_report(report, headline(report), folder / "refit.png")
+    show(report, folder, Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH))
+
+
+def headline(report: Report) -> str:
+    """Name what was measured and where, in two lines."""
+    machine = report["machine"]
+    parts = [f"{report['preset']}: {report['bytes'] / 1e9:.2f} GB, {report['tensors']:,} tensors"]
+    parts.append(f"{_counted(report['trainer_ranks'], 'trainer rank')} to {_counted(report['engines'], 'engine')}")
+    parts.append(f"{report['backend']}, median of {report['repeats']}")
+    where = [*_gpu_names(machine["gpus"]), f"{machine['cpu']}, {_counted(machine['cores'], 'core')}"]
+    where += [f"{name} {version}" for name, version in report["software"].items()]
+    return "; ".join(parts) + "\n" + "; ".join(where)
+
+
+def show(report: Report, folder: Path, console: Console) -> None:
+    """Print every figure with its spread, the ratios and the proof."""
+    console.print(headline(report))
+    table = Table("seconds", "buckets", "median", "spread", "GB/s", *PHASES, box=SIMPLE_HEAD)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column.header == "seconds" else "right"
+    for row in _rows(report):
+        table.add_row(*row)
+    console.print(table)
+    for name, value in report["ratios"].items():
+        console.print(f"{name.replace('_', ' '):<24} {value:.2f}")
+    proof = report["proof"]
+    console.print(f"proof: {proof['equal']} of {proof['checksums']} engine checksums equal")
+    console.print(f"written to {folder}: refit.json, refit.png, trace.json (open it at https://ui.perfetto.dev)")
+
+
+def _rows(report: Report) -> Iterator[list[str]]:
+    for label, key in (("raw broadcast", "raw_s"), ("gather alone", "gather_s"), ("engine load alone", "load_s")):
+        yield _row(report, label, report[key], report["spread"][key])
+    yield _row(report, "usual path", report["usual_s"], report["spread"]["usual_s"], phases=report["usual_phases"])
+    for refit in report["refit"]:
+        label = f"this path, {bucket_name(refit['bucket_bytes'])}"
+        yield _row(report, label, refit["seconds"], refit["spread"], str(refit["buckets"]), refit["phases"])
+
+
+def _row(
+    report: Report,
+    label: str,
+    seconds: float,
+    spread: list[float],
+    buckets: str = "",
+    phases: dict[str, float] | None = None,
+) -> list[str]:
+    low, high = spread
+    spent = [f"{phases[phase]:.3f}" if phases else "" for phase in PHASES]
+    rate = f"{report['bytes'] / 1e9 / seconds:.2f}"
+    return [label, buckets, f"{seconds:.3f}", f"{low:.3f} to {high:.3f}", rate, *spent]
+
+
+def make_trace(report: Report) -> dict[str, Any]:
+    """Chrome trace events, times in microseconds: one process per path, one thread per lane."""
+    events: list[dict[str, Any]] = []
+    for pid, (name, key) in enumerate((("this path", "timeline"), ("usual path", "usual_timeline")), start=1):
+        spans = report[key]
+        tids = {lane: tid for tid, lane in enumerate(dict.fromkeys(span["lane"] for span in spans), start=1)}
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        for lane, tid in tids.items():
+            common = {"ph": "M", "pid": pid, "tid": tid}
+            events.append(common | {"name": "thread_name", "args": {"name": lane}})
+            events.append(common | {"name": "thread_sort_index", "args": {"sort_index": tid}})
+        events += [_event(span, pid, tids[span["lane"]]) for span in spans]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(span: dict[str, Any], pid: int, tid: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": f"{span['lane']} {span['bucket']}",
+        "cat": span["lane"],
+        "pid": pid,
+        "tid": tid,
+        "ts": span["start_s"] * 1e6,
+        "dur": (span["end_s"] - span["start_s"]) * 1e6,
+        "args": {"bucket": span["bucket"]},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()  # kernels of other architectures give no name
+
+
+def _gpu_names(gpus: list[str]) -> list[str]:
+    return [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

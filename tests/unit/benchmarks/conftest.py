@@ -1,0 +1,6 @@
+"""Benchmarks are scripts, not a package: their folder goes on the path, as it does when one is run."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
