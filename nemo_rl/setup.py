@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -59,6 +60,8 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     """
     layout = make_layout(config)
     device = _resolve_device(config.cluster.device)
+    if device == "cpu" and config.policy.dtensor_cfg.cpu_offload:
+        raise ValueError("policy.dtensor_cfg.cpu_offload: got true; allowed on cuda, and this run is on cpu")
     problems = load_problems(config.data)
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
@@ -152,12 +155,7 @@ def start_participants(
     with ExitStack() as stack:
         start_ray(device=device, num_slots=layout.num_slots, num_nodes=layout.num_nodes)
         stack.callback(ray.shutdown)
-        engine_slots = RayVirtualCluster(
-            name="engines", num_bundles=layout.num_engines, slots_per_bundle=layout.num_slots_per_engine, device=device
-        )
-        trainer_slots = RayVirtualCluster(
-            name="trainers", num_bundles=layout.num_train_slots, slots_per_bundle=1, device=device
-        )
+        engine_slots, trainer_slots = _reserve_slots(layout, device)
         stack.callback(generation.shutdown)
         stack.callback(policy.shutdown)
         generation.launch(
@@ -186,3 +184,25 @@ def start_participants(
         )
         # After a failure the group may have nobody left to answer; everything is ended then all the same.
         synchronizer.shutdown()
+
+
+def _reserve_slots(layout: Layout, device: str) -> tuple[RayVirtualCluster, RayVirtualCluster]:
+    """The slots of the engines, and of the trainer ranks; the larger bundles first, so that there is room for both."""
+    engines = partial(
+        RayVirtualCluster,
+        name="engines",
+        num_bundles=layout.num_engines,
+        slots_per_bundle=layout.engine_share,
+        device=device,
+    )
+    trainers = partial(
+        RayVirtualCluster,
+        name="trainers",
+        num_bundles=layout.num_train_slots,
+        slots_per_bundle=layout.trainer_share,
+        device=device,
+    )
+    if layout.trainer_share > layout.engine_share:
+        trainer_slots = trainers()
+        return engines(), trainer_slots
+    return engines(), trainers()

@@ -69,12 +69,27 @@ def _length_lines(config: MasterConfig) -> Iterator[str]:
 
 def _server_lines(config: MasterConfig) -> Iterator[str]:
     server = config.policy.generation.sglang_cfg.sglang_server_config
+    if config.cluster.share_gpus:
+        yield from _sharing_lines(config)
     if server.weight_update_backend == "nccl" and config.cluster.device == "cpu":
         key = f"{_SERVER}.weight_update_backend"
         yield refusal(key, "nccl", f"needs CUDA, and cluster.device is cpu; set {key}=gloo or null")
     for argument in server.extra_args:
         if is_reserved(argument):
             yield refusal(f"{_SERVER}.extra_args", argument, "not allowed: the program sets it from other keys")
+
+
+def _sharing_lines(config: MasterConfig) -> Iterator[str]:
+    server = config.policy.generation.sglang_cfg.sglang_server_config
+    if config.cluster.device != "cuda":
+        yield refusal("cluster.share_gpus", True, "only with cluster.device=cuda: on CPU a slot is no device")
+    if server.num_gpus_per_engine > 1:
+        key = f"{_SERVER}.num_gpus_per_engine"
+        yield refusal(key, server.num_gpus_per_engine, "only 1 with cluster.share_gpus=true")
+    if server.weight_update_backend is None:
+        key = f"{_SERVER}.weight_update_backend"
+        why = "NCCL refuses two ranks on one GPU, unless it takes them for two hosts' and goes through sockets"
+        yield refusal(key, None, f"with cluster.share_gpus=true it must be said: gloo, or nccl ({why})")
 
 
 def is_reserved(argument: str) -> bool:

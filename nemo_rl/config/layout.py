@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nemo_rl.config.errors import ConfigError, refusal
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema import ClusterConfig, MasterConfig
 
 _CLUSTER = "cluster.gpus_per_node"
 _RESOURCES = "policy.generation.colocated.resources"
@@ -18,10 +18,24 @@ class Layout:
     """One trainer rank each."""
     num_engines: int
     num_slots_per_engine: int
+    shares_gpus: bool = False
+    """The engines' slots are the trainer ranks'."""
 
     @property
     def num_slots(self) -> int:
+        if self.shares_gpus:
+            return self.num_train_slots
         return self.num_train_slots + self.num_engines * self.num_slots_per_engine
+
+    @property
+    def trainer_share(self) -> float:
+        """Slots that one trainer rank reserves. More than half: two of them never meet on one GPU."""
+        return 0.6 if self.shares_gpus else 1
+
+    @property
+    def engine_share(self) -> float:
+        """Slots that one engine reserves: with `shares_gpus` what a trainer rank leaves, and no more."""
+        return 0.4 if self.shares_gpus else self.num_slots_per_engine
 
 
 def make_layout(config: MasterConfig) -> Layout:
@@ -30,6 +44,7 @@ def make_layout(config: MasterConfig) -> Layout:
     resources = config.policy.generation.colocated.resources
     server = config.policy.generation.sglang_cfg.sglang_server_config
     total = cluster.num_nodes * cluster.gpus_per_node
+    most = total if cluster.share_gpus else total - 1
     inference_nodes = resources.num_nodes or 1
     if inference_nodes > cluster.num_nodes:
         allowed = f"at most cluster.num_nodes = {cluster.num_nodes}"
@@ -40,7 +55,7 @@ def make_layout(config: MasterConfig) -> Layout:
                 refusal(
                     f"{_RESOURCES}.gpus_per_node",
                     None,
-                    f"engines need 1 to {total - 1} of the {total} slots of {_CLUSTER}",
+                    f"engines need 1 to {most} of the {total} slots of {_CLUSTER}",
                 )
             ]
         )
@@ -48,8 +63,8 @@ def make_layout(config: MasterConfig) -> Layout:
     if cluster.num_nodes > 1 and resources.gpus_per_node != cluster.gpus_per_node:
         allowed = f"on several nodes the engines take whole nodes: {cluster.gpus_per_node}, as {_CLUSTER}"
         raise ConfigError([refusal(f"{_RESOURCES}.gpus_per_node", resources.gpus_per_node, allowed)])
-    if inference >= total:
-        raise ConfigError([_refuse_slots(inference_nodes, resources.gpus_per_node, total, cluster.num_nodes)])
+    if inference > most:
+        raise ConfigError([_refuse_slots(inference_nodes, resources.gpus_per_node, total, cluster)])
     engine_slots = inference if server.num_gpus is None else server.num_gpus
     if engine_slots > inference:
         allowed = f"asked {engine_slots}, available {inference} (num_nodes x gpus_per_node of {_RESOURCES})"
@@ -67,13 +82,18 @@ def make_layout(config: MasterConfig) -> Layout:
         )
     return Layout(
         num_nodes=cluster.num_nodes,
-        num_train_slots=total - inference,
+        num_train_slots=total if cluster.share_gpus else total - inference,
         num_engines=engine_slots // server.num_gpus_per_engine,
         num_slots_per_engine=server.num_gpus_per_engine,
+        shares_gpus=cluster.share_gpus,
     )
 
 
-def _refuse_slots(nodes: int, per_node: int, total: int, cluster_nodes: int) -> str:
-    key, value = (f"{_RESOURCES}.gpus_per_node", per_node) if cluster_nodes == 1 else (f"{_RESOURCES}.num_nodes", nodes)
-    allowed = f"asked {nodes * per_node} slots for engines, available {total} of which 1 or more must train"
+def _refuse_slots(nodes: int, per_node: int, total: int, cluster: ClusterConfig) -> str:
+    key, value = (f"{_RESOURCES}.gpus_per_node", per_node)
+    if cluster.num_nodes > 1:
+        key, value = (f"{_RESOURCES}.num_nodes", nodes)
+    allowed = f"asked {nodes * per_node} slots for engines, available {total}"
+    if not cluster.share_gpus:
+        allowed += " of which 1 or more must train"
     return refusal(key, value, f"{allowed}; raise {_CLUSTER} or lower this")

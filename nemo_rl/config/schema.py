@@ -75,7 +75,7 @@ class DTensorConfig(Section):
     sequence_parallel: bool = False
     """Shard activations along the sequence; goes with tensor parallelism."""
     cpu_offload: bool = False
-    """Keep the shards in host memory."""
+    """Keep the shards in host memory between uses; on CUDA alone."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
@@ -382,6 +382,8 @@ class ClusterConfig(Section):
     """Nodes of the Ray cluster."""
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)]
     """Slots of one node, for trainer ranks and engines together."""
+    share_gpus: bool = False
+    """Every slot has a trainer rank, and the engines stand on the same slots: to try a run on one GPU, not for speed."""
 
 
 class MasterConfig(Section):

@@ -99,7 +99,6 @@ LIMITS = (
     Limit("policy.dtensor_cfg.tensor_parallel_size", (1,), "the policy is sharded by FSDP2 alone"),
     Limit("policy.dtensor_cfg.context_parallel_size", (1,), "the policy is sharded by FSDP2 alone"),
     Limit("policy.dtensor_cfg.sequence_parallel", (False,), "it goes with tensor parallelism"),
-    Limit("policy.dtensor_cfg.cpu_offload", (False,), "the policy's shards stay on their device"),
 )
 
 

@@ -37,6 +37,7 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
         address=address,
         # On CPU slots are counted, not cores: two ranks and an engine take turns on two cores.
         num_cpus=None if address else max(num_slots, os.cpu_count() or 1),
+        num_gpus=_local_gpus() if device == "cuda" and not address else None,
         object_store_memory=None if address else _OBJECT_STORE_BYTES,
         include_dashboard=None if address else False,
         log_to_driver=False,
@@ -76,8 +77,12 @@ def _local_gpus() -> int:
 class RayVirtualCluster:
     """A reserved set of bundles; worker i of a group runs in bundle i."""
 
-    def __init__(self, *, name: str, num_bundles: int, slots_per_bundle: int, device: str, timeout_s: float = 120.0):
-        """Reserve; raises TimeoutError when the cluster has no room within `timeout_s`."""
+    def __init__(self, *, name: str, num_bundles: int, slots_per_bundle: float, device: str, timeout_s: float = 120.0):
+        """Reserve; raises TimeoutError when the cluster has no room within `timeout_s`.
+
+        Args:
+            slots_per_bundle: less than 1: a part of a slot, which others may share.
+        """
         self.num_bundles = num_bundles
         self._device = device
         self._slots = slots_per_bundle

@@ -164,31 +164,35 @@ def _write_smollm2(folder: Path) -> None:
     disable_progress_bar()
     source = _find_gguf()
     quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # A model read from GGUF remembers it: what it saves asks for GGUF again. Hence a second, plain model.
+    # A model read from GGUF may remember it: what it saves asks for GGUF again. Hence a second, plain model.
     fields = quantized.config.to_dict()
-    del fields["quantization_config"]
+    fields.pop("quantization_config", None)
     model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantized.state_dict(), strict=True)
     model.generation_config = quantized.generation_config
     model.bfloat16().save_pretrained(folder)
-    _write_smollm2_tokenizer(source, folder)
+    _write_smollm2_tokenizer(source, folder, fields["eos_token_id"])
 
 
-def _write_smollm2_tokenizer(source: Path, folder: Path) -> None:
-    from tokenizers import pre_tokenizers
+def _write_smollm2_tokenizer(source: Path, folder: Path, eos_token_id: int) -> None:
+    """Vocabulary, merges and template of the GGUF file; the rest is said here, since transformers guesses at it."""
+    from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    eos_token = read.convert_ids_to_tokens(eos_token_id)
     backend = read.backend_tokenizer
-    # The GGUF names this split only as `smollm`, which the conversion does not know: digits stand alone.
+    backend.normalizer = None
+    # The file names this split only as `smollm`: digits stand alone.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=read.bos_token,
-        eos_token=read.eos_token,
-        pad_token=read.pad_token,
+        eos_token=eos_token,
+        pad_token=eos_token,
         unk_token=read.unk_token,
         chat_template=read.chat_template,
         model_max_length=8192,

@@ -1,12 +1,13 @@
 """A safetensors checkpoint on disk, seen without loading it: headers, and whether a policy can take it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -72,6 +73,17 @@ def check_checkpoint(folder: Path, dtype: torch.dtype) -> None:
     make_export_plan(model, headers, dtype)
 
 
+class _EqualOnMeta(TorchFunctionMode):
+    """Some versions of transformers compare tied weights while loading; on meta they have no values to differ in."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.equal and all(tensor.is_meta for tensor in args):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 def _load_on_meta(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
     model_class: Any = find_model_class(read_config(folder))
     verbosity = transformers_logging.get_verbosity()
@@ -79,9 +91,10 @@ def _load_on_meta(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, di
     transformers_logging.disable_progress_bar()
 
     def load() -> tuple[PreTrainedModel, dict[str, Any]]:
-        loaded: tuple[PreTrainedModel, dict[str, Any]] = model_class.from_pretrained(
-            folder, dtype=dtype, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        with _EqualOnMeta():
+            loaded: tuple[PreTrainedModel, dict[str, Any]] = model_class.from_pretrained(
+                folder, dtype=dtype, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+            )
         return loaded
 
     try:

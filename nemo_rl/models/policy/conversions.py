@@ -59,10 +59,7 @@ def group_tensors(twin: PreTrainedModel, names: Sequence[str]) -> list[TensorGro
     renamings, converters = _split([transform.reverse_transform() for transform in reversed(_transforms(twin))])
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     # In this order, since a renaming may depend on what came before.
-    matches = {
-        name: rename_source_key(name, renamings, converters, reverse=True)
-        for name in sorted(names, key=dot_natural_key)
-    }
+    matches = {name: _checkpoint_name(name, renamings, converters) for name in sorted(names, key=dot_natural_key)}
     members: dict[str, list[str]] = {}
     for name in names:
         members.setdefault(matches[name][0], []).append(name)
@@ -74,6 +71,14 @@ def group_tensors(twin: PreTrainedModel, names: Sequence[str]) -> list[TensorGro
         converter = by_pattern[patterns[0]] if patterns else None
         groups.append(TensorGroup(tuple(sources), patterns, target, converter))
     return groups
+
+
+def _checkpoint_name(
+    name: str, renamings: list[WeightRenaming], converters: list[WeightConverter]
+) -> tuple[str, str | None]:
+    """The checkpoint's name, and the pattern of the converter that matched: loading renames first, so this does last."""
+    converted, pattern = rename_source_key(name, [], converters)
+    return rename_source_key(converted, renamings, [])[0], pattern
 
 
 def lost_names(twin: PreTrainedModel, on_disk: Sequence[str], sent: set[str]) -> list[str]:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.model_source import find_model_class, read_config
@@ -89,6 +90,12 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Where the forward pass runs; with `cpu_offload` the shards lie elsewhere."""
+    parameter = next(model.parameters())
+    return mesh_device(parameter.device_mesh) if isinstance(parameter, DTensor) else parameter.device
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from nemo_rl.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import LossFunction, LossNormalizer, TrainResult
-from nemo_rl.models.policy.parallelize import fsdp_modules, reshard
+from nemo_rl.models.policy.parallelize import compute_device, fsdp_modules, reshard
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits that are held in float32 at a time."""
@@ -112,7 +112,7 @@ def compute_logprobs(
     out = torch.zeros(input_ids.shape, dtype=torch.float32)
     order = _by_length(data)
     for index in order.split(micro_batch_size):
-        micro_batch = _trimmed(data.select_indices(index.tolist())).to(model.device)
+        micro_batch = _trimmed(data.select_indices(index.tolist())).to(compute_device(model))
         selected = _selected_tokens(micro_batch)
         values = token_logprobs(model, micro_batch["input_ids"], selected, temperature)
         out[index, 1 : values.shape[1] + 1] = values.cpu()
@@ -168,9 +168,9 @@ def train_on_batch(
         AssertionError: on every rank, when the parts differ in size (their numbers of collectives would too).
         FloatingPointError: on every rank and before the step, when the gradient norm is not finite.
     """
-    normalizer = global_normalizer(data, model.device, group)
+    normalizer = global_normalizer(data, compute_device(model), group)
     sums = _accumulate_gradients(model, data, loss_fn, normalizer, micro_batch_size, temperature)
-    totals = _sum_over_ranks(sums, model.device, group)
+    totals = _sum_over_ranks(sums, compute_device(model), group)
     grad_norm = clip_gradients(model.parameters(), max_grad_norm)
     if not torch.isfinite(grad_norm):
         optimizer.zero_grad()
@@ -212,7 +212,7 @@ def _accumulate_gradients(
     sums: dict[str, torch.Tensor] = {}
     indices = _by_length(data).split(micro_batch_size)
     for number, index in enumerate(indices):
-        micro_batch = _trimmed(data.select_indices(index.tolist())).to(model.device)
+        micro_batch = _trimmed(data.select_indices(index.tolist())).to(compute_device(model))
         _set_last(model, number == len(indices) - 1)
         logprobs = token_logprobs(model, micro_batch["input_ids"], _selected_tokens(micro_batch), temperature)
         loss, metrics = loss_fn(logprobs, micro_batch, normalizer)
@@ -224,7 +224,7 @@ def _accumulate_gradients(
 
 def _set_last(model: PreTrainedModel, is_last: bool) -> None:
     """On CPU gather and reduce once per step; on cuda in each micro-batch, since whole gradients would not fit."""
-    deferred = model.device.type == "cpu" and not is_last
+    deferred = compute_device(model).type == "cpu" and not is_last
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(not deferred, recurse=False)
         module.set_reshard_after_backward(not deferred, recurse=False)

@@ -54,6 +54,35 @@ def test_whole_nodes_become_engines() -> None:
     assert make_layout(config) == Layout(3, 8, 16, 1)
 
 
+ONE_GPU = ROOT / "examples/configs/grpo_one_gpu.yaml"
+
+
+def test_a_trainer_rank_and_an_engine_share_each_gpu_and_no_two_of_a_kind_do() -> None:
+    overrides = ["cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=4", "policy.train_micro_batch_size=8"]
+    layout = make_layout(load_config(ONE_GPU, overrides))
+    assert layout == Layout(1, 4, 4, 1, shares_gpus=True)
+    assert layout.num_slots == 4
+    assert layout.trainer_share + layout.engine_share == 1
+    assert 2 * layout.trainer_share > 1
+    assert layout.trainer_share + 2 * layout.engine_share > 1
+    alone = make_layout(load_config(CPU_CONFIG))
+    assert (alone.num_slots, alone.trainer_share, alone.engine_share) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("cluster.device=auto", "cluster.share_gpus: got true; only with cluster.device=cuda"),
+        (f"{SERVER}.weight_update_backend=null", f"{SERVER}.weight_update_backend: got null; with cluster.share_gpus"),
+        (f"{RESOURCES}.gpus_per_node=2", f"{RESOURCES}.gpus_per_node: got 2; asked 2 slots for engines, available 1;"),
+    ],
+)
+def test_what_cannot_share_a_gpu_is_refused(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ONE_GPU, [override])
+    assert caught.value.lines[0].startswith(line)
+
+
 def test_a_run_without_these_sections_has_their_defaults() -> None:
     sglang = load_config(CPU_CONFIG).policy.generation.sglang_cfg
     assert sglang.sglang_router_config.policy == "manual"

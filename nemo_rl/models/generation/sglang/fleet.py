@@ -73,6 +73,7 @@ class EngineFleet:
             # On several nodes each actor finds its own: this is the driver's.
             host=_LOOPBACK if self._layout.num_nodes == 1 else None,
             keys=self._keys,
+            shares_gpu=self._layout.shares_gpus,
         )
 
     def wait_ready(self) -> None:
@@ -156,7 +157,7 @@ class EngineFleet:
             self._start_router()
             self.dispatcher.serve(self.ready(), deadline)
         if not self._pool.free_places():
-            slots, left_s = self._layout.num_slots_per_engine, deadline.require("add an engine")
+            slots, left_s = self._layout.engine_share, deadline.require("add an engine")
             self._pool.add_places(
                 RayVirtualCluster(
                     name="engine", num_bundles=1, slots_per_bundle=slots, device=self._device, timeout_s=left_s

@@ -1,5 +1,6 @@
 """The SGLang server's command line and environment, as pure functions of the configuration."""
 
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _DROPPED_VARIABLES = (
     "SGLANG_GRPC_PORT",
     "SGLANG_RUST_SERVER",
 )
+_SHARED_MEMORY_FRACTION = 0.4
+"""Of a GPU's memory, for the weights and the cache of an engine that shares it."""
 _KEPT_MEMORY_BYTES = 1 << 30
 NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 """Variable that must have one value at both ends of a weight-update group."""
@@ -51,6 +54,8 @@ class ServerPlace:
     internal_port: int
     """Given, so that the server does not probe for one; its ranks meet through a file instead (`server_supervisor`)."""
     engine_index: int
+    shares_gpu: bool = False
+    """With a trainer rank."""
 
 
 def build_command(cfg: PolicyConfig, place: ServerPlace) -> list[str]:
@@ -68,6 +73,8 @@ def build_command(cfg: PolicyConfig, place: ServerPlace) -> list[str]:
     command += ["--weight-version=0", "--grammar-backend=none", "--log-level-http=warning"]
     if place.device == "cpu":
         command += [*_CPU_FLAGS, f"--max-total-tokens={_num_cache_tokens(cfg)}"]
+    if place.shares_gpu:
+        command += [f"--mem-fraction-static={_SHARED_MEMORY_FRACTION}"]
     return [*command, *server.extra_args]
 
 
@@ -85,6 +92,7 @@ def build_environment(
     cores: list[int],
     interface: str | None = None,
     extra_args: Sequence[str] = (),
+    shares_gpu: bool = False,
 ) -> dict[str, str]:
     """The server's environment.
 
@@ -92,6 +100,7 @@ def build_environment(
         base: the worker's own.
         interface: that of the server's address, if known.
         extra_args: the user's arguments of the server.
+        shares_gpu: with a trainer rank.
         cores: CPU cores that the server may use; on `cpu` shared out among its `tp_size` ranks.
     """
     environment = {name: value for name, value in base.items() if name not in _DROPPED_VARIABLES}
@@ -104,6 +113,9 @@ def build_environment(
     environment.setdefault(NCCL_CUMEM, "0")
     if any(argument.startswith(_SYMMETRIC_MEMORY) for argument in extra_args):
         environment[NCCL_CUMEM] = "1"
+    if shares_gpu:
+        # NCCL refuses two ranks on one GPU, but not those of two hosts.
+        environment.setdefault("NCCL_HOSTID", f"engines of {socket.gethostname()}")
     if device != "cpu":
         return environment
     num_threads = max(1, len(cores) // tp_size)

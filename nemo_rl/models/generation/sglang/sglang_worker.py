@@ -28,12 +28,14 @@ class SGLangGenerationWorker:
         log_dir: str,
         host: str | None,
         keys: AccessKeys,
+        shares_gpu: bool = False,
     ) -> None:
         """Start nothing yet.
 
         Args:
             host: name or address that the server binds to; None: the address of this node in the Ray cluster.
             keys: of the run.
+            shares_gpu: with a trainer rank.
 
         Raises:
             ValueError: nobody knows `host`.
@@ -44,6 +46,7 @@ class SGLangGenerationWorker:
         self._model_folder = model_folder
         self._tokenizer_folder = tokenizer_folder
         self._device = device
+        self._shares_gpu = shares_gpu
         self._log_file = Path(log_dir) / f"sglang_engine_{engine_index}.log"
         self._host = resolve_host(host or ray.util.get_node_ip_address())
         self._keys = keys
@@ -54,6 +57,7 @@ class SGLangGenerationWorker:
             cores=sorted(os.sched_getaffinity(0)),
             interface=interface_of(self._host),
             extra_args=self._server_cfg.extra_args,
+            shares_gpu=shares_gpu,
         )
         self._process: ServerProcess | None = None
         self._client: EngineClient | None = None
@@ -80,6 +84,7 @@ class SGLangGenerationWorker:
             port=port,
             internal_port=internal_port,
             engine_index=self._engine_index,
+            shares_gpu=self._shares_gpu,
         )
         command = build_command(self._cfg, place)
         # Kept from the start, so that `shutdown` ends a server that is not healthy yet.

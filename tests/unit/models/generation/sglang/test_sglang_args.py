@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 
 import pytest
@@ -45,6 +46,16 @@ def test_command_on_cuda_has_no_cpu_flag_and_ends_with_the_users_arguments():
     assert command[-2:] == extra
     assert "--tokenizer-path=/models/t" in command
     assert not [a for a in command if a.startswith(("--device", "--attention-backend", "--max-total-tokens"))]
+
+
+def test_an_engine_that_shares_its_gpu_takes_a_part_of_it_and_is_another_host_to_nccl():
+    extra = ["--mem-fraction-static=0.2"]
+    place = dataclasses.replace(_place("cuda"), shares_gpu=True)
+    command = build_command(make_config(server={"extra_args": extra}), place)
+    assert command[-2:] == ["--mem-fraction-static=0.4", *extra]
+    environment = build_environment({}, device="cuda", tp_size=1, cores=[0], shares_gpu=True)
+    assert environment["NCCL_HOSTID"].startswith("engines of ")
+    assert "NCCL_HOSTID" not in build_environment({}, device="cuda", tp_size=1, cores=[0])
 
 
 def test_environment_on_cpu():
