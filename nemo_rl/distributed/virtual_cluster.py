@@ -5,12 +5,14 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.errors import ConfigError, refusal
+from nemo_rl.distributed.ray_guard import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,20 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
     if address is not None:
         _check_address(address)
     handler = signal.getsignal(signal.SIGTERM)
+    with nullcontext() if address else guarded():
+        _init_ray(address, num_slots)
+    # Ray's own handler would abort the process instead of unwinding it, and leave clean-up undone.
+    signal.signal(signal.SIGTERM, handler)
+    if address is not None:
+        kind = "GPU" if device == "cuda" else "CPU"
+        available = int(ray.cluster_resources().get(kind, 0))
+        _require(num_slots, available, "cluster.gpus_per_node", f"{kind} slots in the Ray cluster")
+
+
+def _init_ray(address: str | None, num_slots: int) -> None:
     ray.init(
-        address=address,
+        # None would join whatever `ray start` has left on this machine.
+        address=address or "local",
         # On CPU slots are counted, not cores: two ranks and an engine take turns on two cores.
         num_cpus=None if address else max(num_slots, os.cpu_count() or 1),
         object_store_memory=None if address else _OBJECT_STORE_BYTES,
@@ -43,12 +57,6 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
-    # Ray's own handler would abort the process instead of unwinding it, and leave clean-up undone.
-    signal.signal(signal.SIGTERM, handler)
-    if address is not None:
-        kind = "GPU" if device == "cuda" else "CPU"
-        available = int(ray.cluster_resources().get(kind, 0))
-        _require(num_slots, available, "cluster.gpus_per_node", f"{kind} slots in the Ray cluster")
 
 
 def _check_address(address: str) -> None:
