@@ -27,13 +27,13 @@ def init_process_group(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def resolve_device(device: str) -> torch.device:
-    """`cpu`, or the first visible GPU, made current; raises ValueError for any other name."""
+def resolve_device(device: str, index: int = 0) -> torch.device:
+    """`cpu`, or the GPU of this index, made current; raises ValueError for any other name."""
     if device == "cpu":
         return torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     raise ValueError(f"device: got {device!r}; allowed 'cpu', 'cuda'")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import ray
 
 from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.gpus import assigned_gpus, visible_gpus
 from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.server_args import NCCL_CUMEM, ServerPlace, build_command, build_environment
@@ -35,7 +36,7 @@ class SGLangGenerationWorker:
             keys: of the run.
 
         Raises:
-            ValueError: nobody knows `host`.
+            ValueError: nobody knows `host`, or `CUDA_VISIBLE_DEVICES` hides a GPU that Ray gave this actor.
         """
         self._cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
@@ -47,7 +48,7 @@ class SGLangGenerationWorker:
         self._host = resolve_host(host or ray.util.get_node_ip_address())
         self._keys = keys
         self._environment = build_environment(
-            os.environ,
+            {**os.environ, **visible_gpus(os.environ, assigned_gpus())},
             device=device,
             tp_size=self.num_gpus(),
             cores=sorted(os.sched_getaffinity(0)),

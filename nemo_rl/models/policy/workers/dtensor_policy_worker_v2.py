@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.gpus import assigned_gpus, own_gpu
 from nemo_rl.distributed.weight_transfer.broadcast import (
     BucketSender,
     RefitStats,
@@ -79,7 +81,7 @@ class DTensorPolicyWorkerV2:
             loss_needs_reference: hold a frozen copy of the initial policy for `get_reference_policy_logprobs`.
             model_folder: Hugging Face folder; read on rank 0 alone.
             tokenizer_folder: its tokenizer goes into exports; null: exports hold none.
-            device: `cpu` or `cuda` (the first visible GPU).
+            device: `cpu` or `cuda` (the GPU that Ray gave this actor, else the first visible one).
             master_addr: address of rank 0, for the trainers' group and for the weight-update group.
             timeout_s: of every collective.
         """
@@ -96,7 +98,7 @@ class DTensorPolicyWorkerV2:
         self._update_group: WeightUpdateGroup | None = None
         self.tokenizer_folder = tokenizer_folder
         self.model_folder = model_folder
-        self.device = resolve_device(device)
+        self.device = resolve_device(device, own_gpu(os.environ, assigned_gpus()))
         self.world_size = world_size
         self.dtype = PRECISION_DTYPES[cfg.precision]
         torch.manual_seed(seed)
