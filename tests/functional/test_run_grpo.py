@@ -1,4 +1,4 @@
-"""The real command: what it writes, how it ends, what it leaves behind."""
+"""The real command with two engines: what it writes, how it ends, what it leaves behind."""
 
 import json
 import os
