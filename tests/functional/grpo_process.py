@@ -65,8 +65,7 @@ class GrpoProcess:
 
     def look(self) -> set[psutil.Process]:
         """Note and return all processes of the run: also workers of a Ray cluster that this process has started."""
-        new = set(psutil.Process().children(recursive=True)) - self._not_ours
-        self._family |= {process for process in new if not name_of(process).startswith("ray::IDLE")}
+        self._family |= set(psutil.Process().children(recursive=True)) - self._not_ours
         self._ports |= {c.laddr.port for process in self._family for c in listening(process)}
         return self._family
 
@@ -83,7 +82,9 @@ class GrpoProcess:
         assert {c.laddr.port for c in held} & self._ports == set(), self.mark
 
     def _left(self) -> list[psutil.Process]:
-        return [process for process in {*self._family, *marked(self.mark)} if is_running(process)]
+        running = [process for process in {*self._family, *marked(self.mark)} if is_running(process)]
+        # A cluster that the run has joined keeps idle workers for the next.
+        return [p for p in running if not (name_of(p).startswith("ray::IDLE") and parent_of(p) in self._not_ours)]
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -103,6 +104,13 @@ def is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def parent_of(process: psutil.Process) -> psutil.Process | None:
+    try:
+        return process.parent()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def name_of(process: psutil.Process) -> str:
