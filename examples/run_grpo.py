@@ -22,9 +22,10 @@ def main() -> None:
         run_grpo(config, inputs)
     except ConfigError as error:
         exit_with_refusal(error)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -189,20 +189,10 @@ def start_participants(
 def _reserve_slots(layout: Layout, device: str) -> tuple[RayVirtualCluster, RayVirtualCluster]:
     """The slots of the engines, and of the trainer ranks; the larger bundles first, so that there is room for both."""
     engines = partial(
-        RayVirtualCluster,
-        name="engines",
-        num_bundles=layout.num_engines,
-        slots_per_bundle=layout.engine_share,
-        device=device,
+        RayVirtualCluster, name="engines", slots=[layout.engine_share] * layout.num_engines, device=device
     )
-    trainers = partial(
-        RayVirtualCluster,
-        name="trainers",
-        num_bundles=layout.num_train_slots,
-        slots_per_bundle=layout.trainer_share,
-        device=device,
-    )
-    if layout.trainer_share > layout.engine_share:
+    trainers = partial(RayVirtualCluster, name="trainers", slots=layout.trainer_shares, device=device)
+    if layout.shares_gpus:
         trainer_slots = trainers()
         return engines(), trainer_slots
     return engines(), trainers()

@@ -14,6 +14,8 @@ RESERVED_ARGS = (
     "--pp-size", "--pipeline-parallel-size", "--config", "--api-key", "--admin-api-key",
     # Front ends that ask for no key, or none that SGLang gives the keys to.
     "--encoder-only", "--grpc-mode", "--grpc-port", "--smg-grpc-mode", "--sidecar", "--tokenizer-worker-num", "--use-ray",
+    # They quantise what the policy sends as it is.
+    "--quantize-and-serve", "--rl-quant-profile", "--modelopt-quant",
     # It writes both keys to disk.
     "--crash-dump-folder",
 )  # fmt: skip
@@ -76,7 +78,9 @@ def _server_lines(config: MasterConfig) -> Iterator[str]:
         yield refusal(key, "nccl", f"needs CUDA, and cluster.device is cpu; set {key}=gloo or null")
     for argument in server.extra_args:
         if is_reserved(argument):
-            yield refusal(f"{_SERVER}.extra_args", argument, "not allowed: the program sets it from other keys")
+            yield refusal(
+                f"{_SERVER}.extra_args", argument, "not allowed: the program sets it from other keys, or rules it out"
+            )
 
 
 def _sharing_lines(config: MasterConfig) -> Iterator[str]:

@@ -28,9 +28,16 @@ class Layout:
         return self.num_train_slots + self.num_engines * self.num_slots_per_engine
 
     @property
-    def trainer_share(self) -> float:
-        """Slots that one trainer rank reserves. More than half: two of them never meet on one GPU."""
-        return 0.6 if self.shares_gpus else 1
+    def meets_rank0(self) -> bool:
+        """Whether an engine stands on the GPU of trainer rank 0, which sends: NCCL takes no two ranks on one GPU."""
+        return self.shares_gpus and self.num_engines >= self.num_train_slots
+
+    @property
+    def trainer_shares(self) -> list[float]:
+        """Slots that each trainer rank reserves. More than half: no two of them meet on one GPU."""
+        if not self.shares_gpus:
+            return [1] * self.num_train_slots
+        return [0.6 if self.meets_rank0 else 1, *[0.6] * (self.num_train_slots - 1)]
 
     @property
     def engine_share(self) -> float:

@@ -1,10 +1,13 @@
 """The strict schema applied to plain data: one line per bad key."""
 
+import re
 from typing import Any
 
 from nemo_rl.config.errors import ConfigError, did_you_mean, refusal
 
 # pydantic is imported in the functions, so that --help answers at once.
+
+_NOISE = re.compile(r"^(Input|String|List) should (be|have) | after validation, not \d+$")
 
 
 def validate(raw: dict[str, Any]) -> Any:
@@ -32,8 +35,25 @@ def _describe(fault: Any) -> str:
         return refusal(f"{key}.dataset_name", context["tag"], f"allowed: {context['expected_tags']}")
     if kind == "union_tag_not_found":
         return f"{key}.dataset_name: missing; every run must set it"
-    message = fault["msg"].removeprefix("Input should be ")
-    return refusal(key, value, f"allowed: {message}")
+    if kind in ("model_type", "model_attributes_type"):
+        return refusal(key, value, f"allowed: {_section_text((*fault['loc'], ''))}")
+    if kind == "list_type":
+        return refusal(key, value, f"allowed: {_list_text(fault['loc'])}")
+    return refusal(key, value, f"allowed: {_NOISE.sub('', fault['msg'])}")
+
+
+def _section_text(inside: tuple[Any, ...]) -> str:
+    """`inside`: the location of any key of it."""
+    if inside[:-1] == ("data",):
+        return "a section with the key dataset_name and those of its kind"
+    return f"a section with the keys {', '.join(_keys_beside(inside))}"
+
+
+def _list_text(location: tuple[Any, ...]) -> str:
+    """What the schema wants in the list at `location`."""
+    field = _schema_beside(location)["properties"][location[-1]]
+    items = next(option["items"] for option in field.get("anyOf", [field]) if "items" in option)
+    return f"a list of {' or '.join(map(repr, items['enum'])) if 'enum' in items else items['type'] + 's'}"
 
 
 def _drop_union_tags(location: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -44,6 +64,11 @@ def _drop_union_tags(location: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _keys_beside(location: tuple[Any, ...]) -> list[str]:
     """The keys that the schema knows where `location` ends."""
+    return list(_schema_beside(location)["properties"])
+
+
+def _schema_beside(location: tuple[Any, ...]) -> dict[str, Any]:
+    """JSON schema of the section that holds the key at `location`."""
     from typing import get_args
 
     from nemo_rl.config.schema import DataConfig, MasterConfig, Section
@@ -57,4 +82,5 @@ def _keys_beside(location: tuple[Any, ...]) -> list[str]:
         field = next(f for name, f in node.model_fields.items() if (f.alias or name) == part)
         options = [field.annotation, *get_args(field.annotation)]
         node = next(o for o in options if isinstance(o, type) and issubclass(o, Section))
-    return [field.alias or name for name, field in node.model_fields.items()]
+    schema: dict[str, Any] = node.model_json_schema(by_alias=True)
+    return schema

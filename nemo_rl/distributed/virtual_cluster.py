@@ -4,13 +4,15 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.errors import ConfigError, refusal
+from nemo_rl.distributed.ray_guard import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,20 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
     if address is not None:
         _check_address(address)
     handler = signal.getsignal(signal.SIGTERM)
+    with nullcontext() if address else guarded():
+        _init_ray(address, device, num_slots)
+    # Ray's own handler would abort the process instead of unwinding it, and leave clean-up undone.
+    signal.signal(signal.SIGTERM, handler)
+    if address is not None:
+        kind = "GPU" if device == "cuda" else "CPU"
+        available = int(ray.cluster_resources().get(kind, 0))
+        _require(num_slots, available, "cluster.gpus_per_node", f"{kind} slots in the Ray cluster")
+
+
+def _init_ray(address: str | None, device: str, num_slots: int) -> None:
     ray.init(
-        address=address,
+        # None would join whatever `ray start` has left on this machine.
+        address=address or "local",
         # On CPU slots are counted, not cores: two ranks and an engine take turns on two cores.
         num_cpus=None if address else max(num_slots, os.cpu_count() or 1),
         num_gpus=_local_gpus() if device == "cuda" and not address else None,
@@ -44,12 +58,6 @@ def start_ray(*, device: str, num_slots: int, num_nodes: int) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
-    # Ray's own handler would abort the process instead of unwinding it, and leave clean-up undone.
-    signal.signal(signal.SIGTERM, handler)
-    if address is not None:
-        kind = "GPU" if device == "cuda" else "CPU"
-        available = int(ray.cluster_resources().get(kind, 0))
-        _require(num_slots, available, "cluster.gpus_per_node", f"{kind} slots in the Ray cluster")
 
 
 def _check_address(address: str) -> None:
@@ -77,21 +85,21 @@ def _local_gpus() -> int:
 class RayVirtualCluster:
     """A reserved set of bundles; worker i of a group runs in bundle i."""
 
-    def __init__(self, *, name: str, num_bundles: int, slots_per_bundle: float, device: str, timeout_s: float = 120.0):
+    def __init__(self, *, name: str, slots: Sequence[float], device: str, timeout_s: float = 120.0):
         """Reserve; raises TimeoutError when the cluster has no room within `timeout_s`.
 
         Args:
-            slots_per_bundle: less than 1: a part of a slot, which others may share.
+            slots: of each bundle; less than 1: a part of a slot, which others may share.
         """
-        self.num_bundles = num_bundles
+        self.num_bundles = len(slots)
         self._device = device
-        self._slots = slots_per_bundle
+        self._slots = slots
         kind = "GPU" if device == "cuda" else "CPU"
-        self._group: PlacementGroup = placement_group([{kind: slots_per_bundle}] * num_bundles, name=name)
+        self._group: PlacementGroup = placement_group([{kind: number} for number in slots], name=name)
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
             raise TimeoutError(
-                f"{name}: asked {num_bundles} x {slots_per_bundle} {kind}, free {ray.available_resources().get(kind, 0):g}; "
+                f"{name}: asked {sum(slots):g} {kind} in {len(slots)} bundles, free {ray.available_resources().get(kind, 0):g}; "
                 "is another run on this Ray cluster?"
             )
 
@@ -99,8 +107,8 @@ class RayVirtualCluster:
         """Options for `ActorClass.options(...)` that place one actor in a bundle."""
         cuda = self._device == "cuda"
         return {
-            "num_gpus": self._slots if cuda else 0,
-            "num_cpus": 0 if cuda else self._slots,
+            "num_gpus": self._slots[bundle] if cuda else 0,
+            "num_cpus": 0 if cuda else self._slots[bundle],
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             "runtime_env": {"env_vars": dict(env)},
         }

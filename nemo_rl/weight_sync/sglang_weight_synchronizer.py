@@ -142,8 +142,8 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             self._proof.finish(deadline)
         with timer.span("refit"):
             self._generation.set_weight_version(version, deadline)
-            self._version = version
             self._generation.resume(deadline)
+        self._version = version
 
     def _quarantine(self, error: Exception) -> None:
         """Whatever may hold a part of the new weights, or did not do as it was told, is never resumed."""

@@ -186,7 +186,7 @@ class EngineRig:
         return seconds
 
     def _cluster(self, name: str, num_bundles: int) -> RayVirtualCluster:
-        return RayVirtualCluster(name=name, num_bundles=num_bundles, slots_per_bundle=1, device="cpu")
+        return RayVirtualCluster(name=name, slots=[1] * num_bundles, device="cpu")
 
     @contextlib.contextmanager
     def engine_on(self, family: Family, folder: Path) -> Iterator[tuple[SGLangGeneration, Path]]:

@@ -20,7 +20,7 @@ def test_it_samples_like_transformers_and_has_checksums_of_both_ranks(tiny_model
     generation = SGLangGeneration(cfg=config, layout=layout, device="cpu")
     start_ray(device="cpu", num_slots=3, num_nodes=1)
     try:
-        cluster = RayVirtualCluster(name="engines", num_bundles=1, slots_per_bundle=2, device="cpu")
+        cluster = RayVirtualCluster(name="engines", slots=[2], device="cpu")
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
         generation.launch(cluster, model_folder=tiny_model_folder, tokenizer=tokenizer, log_folder=tmp_path)
         generation.wait_ready()

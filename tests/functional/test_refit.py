@@ -204,6 +204,7 @@ def test_a_refused_bucket_fails_on_every_rank_and_the_engine_is_not_used_again(s
     assert time.monotonic() - start_s < 20
     assert stack.synchronizer.is_stale
     assert stack.synchronizer.metrics()["refit/weight_version"] == version
+    assert ray.get(engine.actor.weight_version.remote()) == str(version)
     blocked = threading.Event()
     url = engine.name.rpartition(" ")[2]
     thread = threading.Thread(target=lambda: (generate_at(stack, url, [5] * 8), blocked.set()), daemon=True)

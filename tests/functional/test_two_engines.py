@@ -56,7 +56,7 @@ def generation(ray_cluster: None, tiny_model_folder: Path, log_folder: Path) -> 
         tolerance=TOLERANCE,
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    cluster = RayVirtualCluster(name="engines", num_bundles=2, slots_per_bundle=1, device="cpu")
+    cluster = RayVirtualCluster(name="engines", slots=[1] * 2, device="cpu")
     generation = SGLangGeneration(cfg=config, layout=LAYOUT, device="cpu")
     try:
         generation.launch(

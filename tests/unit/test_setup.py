@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl import setup
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.layout import make_layout
-from nemo_rl.config.loader import read_yaml
+from nemo_rl.config.loader import load_config, read_yaml
 from nemo_rl.config.validation import validate
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import RunFolder
@@ -52,4 +53,32 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
         setup.start_participants(config, inputs, RunFolder(tmp_path), metrics),
     ):
         pytest.fail("it was started")
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["policy.model_name=/no/such/folder"], "policy.model_name: "),
+        (["policy.tokenizer.chat_template='{{ nothing }}'"], "policy.tokenizer.chat_template: "),
+        (["checkpointing.checkpoint_dir=/proc/model"], "checkpointing.checkpoint_dir: got '/proc/model'; "),
+        (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
+        (
+            ["data.dataset_name=ResponseDataset", "data.train_data_path=/no/file", "data.val_data_path=/no/file"],
+            "data.val_data_path: ",
+        ),
+        pytest.param(
+            ["cluster.device=cuda"],
+            "cluster.device: got 'cuda'; no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_what_the_config_names_is_looked_at_before_anything_is_started(
+    overrides: list[str], line: str, started: list[str]
+) -> None:
+    config = load_config(TINY, overrides)
+    with pytest.raises(ValueError, match=r": ") as caught:
+        setup.prepare_inputs(config)
+    assert str(caught.value).splitlines()[-1].startswith(line)
     assert started == []

@@ -7,8 +7,16 @@ from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.utils.network import check_interfaces
 
 CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _CUMEM_DEFAULT = "-2"
 """NCCL asks the driver. What it finds differs from machine to machine, so this equals neither 0 nor 1."""
+
+
+def shared_environment(driver: Mapping[str, str]) -> dict[str, str]:
+    """What trainer ranks and engines get from the driver, so that both ends have it, on whatever node they start."""
+    # SGLang sets 0 where it finds nothing.
+    cumem = {CUMEM_VARIABLE: driver.get(CUMEM_VARIABLE) or "0"}
+    return cumem | {name: driver[name] for name in _ALLOCATOR_VARIABLES if name in driver}
 
 
 def check_ends(engines: Sequence[Receiver], backend: str, environment: Mapping[str, str]) -> None:
@@ -27,7 +35,7 @@ def check_ends(engines: Sequence[Receiver], backend: str, environment: Mapping[s
         theirs = ", ".join(f"{_shown(engine.nccl_cumem_enable)} at {engine.name}" for engine in differing)
         raise TransferError(
             f"{CUMEM_VARIABLE}: {_shown(own)} at the trainer, {theirs}; NCCL fails or hangs unless it is the same at both "
-            f"ends: export it as 0 or 1 before the run starts (SGLang sets 0 where it is unset)"
+            f"ends: export it as 0 or 1 before the run starts (--enable-symm-mem in extra_args needs 1)"
         )
 
 

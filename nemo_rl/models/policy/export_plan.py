@@ -44,7 +44,9 @@ class ExportPlan:
         """What is made of other parameters too, or of buffers; and what engines join with it, since half is not enough."""
         pairs = list(zip(self.groups, self.manifest.by_sources(), strict=True))
         moves = [not set(group.sources) <= set(frozen) for group, _ in pairs]
-        joins = {join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs}
+        joins = {
+            join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs
+        }
         kept = [
             pair
             for pair, moving in zip(pairs, moves, strict=True)

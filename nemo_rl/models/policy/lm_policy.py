@@ -10,7 +10,7 @@ from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
-from nemo_rl.distributed.weight_transfer.preflight import CUMEM_VARIABLE
+from nemo_rl.distributed.weight_transfer.preflight import shared_environment
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.worker_group import RayWorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
@@ -157,7 +157,8 @@ class Policy(PolicyInterface):
 
 
 def trainer_environment(device: str, num_ranks: int) -> dict[str, str]:
-    """On CPU the ranks of a machine share its cores; on CUDA NCCL does as SGLang's does: both ends must agree."""
+    """On CPU the ranks of a machine share its cores."""
     if device == "cuda":
-        return {CUMEM_VARIABLE: os.environ.get(CUMEM_VARIABLE, "0")}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)), "CUDA_VISIBLE_DEVICES": ""}
+        return shared_environment(os.environ)
+    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {**shared_environment(os.environ), "OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ""}

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -26,11 +27,18 @@ def init_process_group(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def resolve_device(device: str) -> torch.device:
-    """`cpu`, or the first visible GPU, made current; raises ValueError for any other name."""
+def resolve_device(device: str, index: int = 0) -> torch.device:
+    """`cpu`, or the GPU of this index, made current; raises ValueError for any other name."""
     if device == "cpu":
         return torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     raise ValueError(f"device: got {device!r}; allowed 'cpu', 'cuda'")
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that this process can still take: of its GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)

@@ -1,8 +1,7 @@
-"""Bad input: one line with key, value and what is allowed; exit code 2 through the real script."""
+"""From files and command line to a config; what is refused by key is in `bad_configs.py`."""
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,27 +34,6 @@ def test_every_shipped_config_is_valid_and_survives_a_round_trip(path: Path, tmp
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("policy.precison=bfloat16", "policy.precison: got 'bfloat16'; unknown key; did you mean 'precision'?"),
-        ("policy.precision=fp8", "policy.precision: got 'fp8'; allowed: 'bfloat16' or 'float32'"),
-        ("policy.train_micro_batch_size=big", "policy.train_micro_batch_size: got 'big'; allowed: a valid integer"),
-        ("policy.train_micro_batch_size='8'", "policy.train_micro_batch_size: got '8'; allowed: a valid integer"),
-        ("policy.dtensor_cfg.enabled=1", "policy.dtensor_cfg.enabled: got 1; allowed: a valid boolean"),
-        ("policy.optimizer.kwargs.lr=-1.0", "policy.optimizer.kwargs.lr: got -1.0; allowed: greater than 0"),
-        ("policy.optimizer.kwargs.lr=nan", "policy.optimizer.kwargs.lr: got nan; allowed: a finite number"),
-        ("policy.model_name=null", "policy.model_name: got null; allowed: a valid string"),
-        (
-            "grpo.num_generations_per_prompt=1",
-            "grpo.num_generations_per_prompt: got 1; allowed: greater than or equal to 2",
-        ),
-        (
-            "data.dataset_name=gsm8k",
-            "data.dataset_name: got 'gsm8k'; allowed: 'arithmetic', 'reasoning_gym', 'ResponseDataset'",
-        ),
-        (
-            "data.operators=[]",
-            "data.operators: got []; allowed: List should have at least 1 item after validation, not 0",
-        ),
-        ("~policy.model_name", "policy.model_name: missing; every run must set it"),
         ("a=b=c", "override: got 'a=b=c'; needs Hydra's form key=value"),
         ("policy.precision=bfloat16,float32", "override: got 'policy.precision=bfloat16,float32'; one value per key"),
         ("~no.such", "override: got '~no.such'; no such key to delete"),
@@ -63,71 +41,16 @@ def test_every_shipped_config_is_valid_and_survives_a_round_trip(path: Path, tmp
         ("policy=[]", "override: got 'policy=[]'; Cannot merge DictConfig with ListConfig"),
         ("policy.model_name=???", "override: got 'policy.model_name=???'; ??? stands for no value; needs one"),
         ("policy={model_name: ???}", "override: got 'policy={model_name: ???}'; ??? stands for no value; needs one"),
-        ("data=${policy}", "data.dataset_name: missing; every run must set it"),
         ("policy@foo=1", "override: got 'policy@foo=1'; a package (@) has no meaning here"),
         ("=5", "override: got '=5'; needs Hydra's form key=value"),
         (
             "logger.log_dir=é",
             "override: got 'logger.log_dir=é'; needs Hydra's form key=value; other than ASCII needs quotes",
         ),
-        ("policy.generation.top_p=abc", "policy.generation.top_p: got 'abc'; allowed: a valid number"),
-        ("policy.dtensor_cfg._v2=0", "policy.dtensor_cfg._v2: got 0; allowed: a valid boolean"),
     ],
 )
-def test_bad_key_or_value_is_named_in_one_line(override: str, line: str) -> None:
-    lines = refused(override)
-    assert len(lines) == 1
-    assert lines[0].startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "says"),
-    [
-        (
-            ["cluster.gpus_per_node=1", f"{RESOURCES}.gpus_per_node=2"],
-            f"{RESOURCES}.gpus_per_node",
-            "asked 2 slots for engines, available 1",
-        ),
-        ([f"{RESOURCES}.gpus_per_node=3"], f"{RESOURCES}.gpus_per_node", "asked 3 slots for engines, available 3"),
-        ([f"{RESOURCES}.gpus_per_node=0"], f"{RESOURCES}.gpus_per_node", "greater than or equal to 1"),
-        ([f"{RESOURCES}.gpus_per_node=null"], f"{RESOURCES}.gpus_per_node", "engines need 1 to 2 of the 3 slots"),
-        (
-            ["cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=3", f"{SERVER}.num_gpus_per_engine=2"],
-            f"{SERVER}.num_gpus_per_engine",
-            "asked 2 per engine, available 3",
-        ),
-        ([f"{SERVER}.num_gpus=2"], f"{SERVER}.num_gpus", "asked 2, available 1"),
-        (["cluster.num_nodes=2"], f"{RESOURCES}.gpus_per_node", "the engines take whole nodes: 3"),
-        ([f"{RESOURCES}.num_nodes=2"], f"{RESOURCES}.num_nodes", "at most cluster.num_nodes = 1"),
-    ],
-)
-def test_more_slots_than_there_are(overrides: list[str], key: str, says: str) -> None:
-    (line,) = refused(*overrides)
-    assert line.startswith(f"{key}: got ")
-    assert says in line
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["policy.train_global_batch_size=192"], "policy.train_global_batch_size: got 192; must divide"),
-        (["policy.train_micro_batch_size=5"], "policy.train_micro_batch_size: got 5; must divide 64"),
-        (["policy.train_global_batch_size=1"], "policy.train_global_batch_size: got 1; must be a multiple of the 2"),
-        (["policy.generation.max_new_tokens=4096"], "policy.generation.max_new_tokens: got 4096; must be below"),
-        (["data.num_train=7"], "data.num_train: got 7; must be at least grpo.num_prompts_per_step = 16"),
-        (["data.num_validation=0"], "data.num_validation: got 0; validation needs at least 1"),
-        (["data.min_terms=3"], "data.min_terms: got 3; must be at most data.max_terms = 2"),
-        (["data.min_digits=3"], "data.min_digits: got 3; must be at most data.max_digits = 2"),
-        (["data.operators=[+,+]"], "data.operators: got ['+', '+']; each may stand there once"),
-        (["data.prompt=hello"], "data.prompt: got 'hello'; must contain {problem}"),
-        (
-            ["data.dataset_name=ResponseDataset", "data.train_data_path=x.jsonl"],
-            "data.val_data_path: got null; validation needs a file",
-        ),
-    ],
-)
-def test_contradictions_between_keys(overrides: list[str], line: str) -> None:
-    (got,) = refused(*overrides)
+def test_an_override_that_is_none_is_named_in_one_line(override: str, line: str) -> None:
+    (got,) = refused(override)
     assert got.startswith(line)
 
 
@@ -180,10 +103,10 @@ def test_bounds(key: str, inside: list[str], outside: list[str]) -> None:
 @pytest.mark.parametrize("argument", [*RESERVED_ARGS, "--tp=2", "--model", "--speculative-algorithm", "--port=1"])
 def test_an_engine_argument_that_the_program_sets_is_refused_by_name(argument: str) -> None:
     (line,) = refused(f"{SERVER}.extra_args=['--mem-fraction-static=0.5','{argument}','x']")
-    assert line == f"{SERVER}.extra_args: got '{argument}'; not allowed: the program sets it from other keys"
+    assert line.startswith(f"{SERVER}.extra_args: got '{argument}'; not allowed: the program sets it from other keys")
 
 
-def test_nccl_on_cpu_is_refused_with_the_way_out() -> None:
+def test_the_way_out_of_nccl_on_cpu() -> None:
     (line,) = refused(f"{SERVER}.weight_update_backend=nccl")
     assert line.endswith(f"set {SERVER}.weight_update_backend=gloo or null")
     load_config(CPU_CONFIG, [f"{SERVER}.weight_update_backend=nccl", "cluster.device=auto"])
@@ -248,7 +171,7 @@ def test_a_section_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     path.write_text("data: [x]\npolicy: {2: 3}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    assert "data: got ['x']; allowed: a valid dictionary or object to extract fields from" in caught.value.lines
+    assert "data: got ['x']; allowed: a section with the key dataset_name and those of its kind" in caught.value.lines
     assert "policy.2: got 2; allowed: Keys should be strings" in caught.value.lines
 
 
@@ -270,39 +193,25 @@ def test_another_kind_of_data_starts_the_section_anew_wherever_it_stands(positio
     assert validate(raw).data.input_key == "input"
 
 
-def run_script(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    start_s = time.monotonic()
-    done = subprocess.run(
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, ROOT / "examples/run_grpo.py", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    return done, time.monotonic() - start_s
-
-
-def test_the_real_script_ends_with_2_and_one_line_before_anything_starts(tmp_path: Path) -> None:
-    log_dir = tmp_path / "logs"
-    done, _ = run_script("--config", str(CPU_CONFIG), "policy.generation.backend=vllm", f"logger.log_dir={log_dir}")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == (
-        "policy.generation.backend: got 'vllm'; not supported (generation runs on SGLang); "
-        "set policy.generation.backend=sglang\n"
-    )
-    assert not log_dir.exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["--config", "no.yaml"], ["--confg=x"], ["grpo.seed=1"]])
 def test_a_wrong_command_line_ends_with_2(arguments: list[str]) -> None:
-    done, _ = run_script(*arguments)
+    done = run_script(*arguments)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_help_needs_no_config() -> None:
-    done, _ = run_script("--help")
+    done = run_script("--help")
     assert done.returncode == 0
     assert "--config FILE.yaml" in done.stdout
 

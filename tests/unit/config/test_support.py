@@ -71,11 +71,6 @@ def test_a_limited_key_is_refused_with_its_supported_value(limit) -> None:  # ty
     load_config(CPU_CONFIG, [override, limit.instead])
 
 
-def test_a_misspelt_quantisation_scheme_is_an_error_and_not_bf16() -> None:
-    with pytest.raises(ConfigError, match="got 'bf61'"):
-        load_config(CPU_CONFIG, ["policy.generation.sglang_cfg.quantization.scheme=bf61"])
-
-
 def test_the_config_is_checked_when_it_is_loaded_and_not_only_in_the_factory() -> None:
     raw = read_yaml(CPU_CONFIG, ["policy.generation.backend=vllm"])
     with pytest.raises(ConfigError):

@@ -43,7 +43,7 @@ class Rank:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayVirtualCluster]:
     start_ray(device="cpu", num_slots=3, num_nodes=1)
-    yield RayVirtualCluster(name="ranks", num_bundles=2, slots_per_bundle=1, device="cpu")
+    yield RayVirtualCluster(name="ranks", slots=[1] * 2, device="cpu")
     ray.shutdown()
 
 
@@ -102,4 +102,4 @@ def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGrou
 
 def test_more_slots_than_the_cluster_has(cluster: RayVirtualCluster) -> None:
     with pytest.raises(TimeoutError, match="too many: asked 2 x 64 CPU, free"):
-        RayVirtualCluster(name="too many", num_bundles=2, slots_per_bundle=64, device="cpu", timeout_s=1.0)
+        RayVirtualCluster(name="too many", slots=[64] * 2, device="cpu", timeout_s=1.0)

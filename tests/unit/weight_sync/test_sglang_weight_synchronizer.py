@@ -275,6 +275,32 @@ def test_a_failed_transfer_ends_the_session_but_does_not_resume(
     assert not synchronizer.is_stale
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["pause", "begin_weight_update", "end_weight_update", "weight_checksums", "set_weight_version", "resume"],
+)
+def test_of_three_refits_the_one_that_fails_anywhere_does_not_move_the_version(
+    policy: FakePolicy, generation: FakeGeneration, events: list[str], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise EnginesFailedError({"engine 1": "died"})
+
+    synchronizer = make(policy, generation)
+    synchronizer.sync_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, call, fail)
+        with pytest.raises(EnginesFailedError, match="engine 1: died"):
+            synchronizer.sync_weights()
+    assert (synchronizer.version, synchronizer.metrics()["refit/weight_version"]) == (1, 1)
+    assert synchronizer.is_stale
+    assert events.count("resume") == 1
+    assert generation.versions == ([2, 2] if call == "resume" else [1, 1])
+    synchronizer.sync_weights()
+    assert synchronizer.version == 2
+    assert generation.versions == [2, 2]
+    assert events[-2:] == ["version 2", "resume"]
+
+
 def test_the_first_error_is_the_one_told(policy: FakePolicy, generation: FakeGeneration, events: list[str]) -> None:
     synchronizer = make(policy, generation)
     synchronizer.sync_weights()

@@ -1,5 +1,6 @@
 """The engines of a run: which there are, where they stand, in what state they are."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import ray
 
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.preflight import shared_environment
 from nemo_rl.models.generation.interfaces import EnginesFailedError
 from nemo_rl.models.generation.sglang.actor_end import own_process_id, wait_for_end
 from nemo_rl.models.generation.sglang.ray_answers import gather_answers
@@ -103,7 +105,8 @@ class EnginePool:
         started = []
         for place in places:
             number = len(self._engines)
-            options = place.cluster.actor_options(place.bundle, _ENVIRONMENT) | {"max_concurrency": _NUM_ACTOR_THREADS}
+            environment = {**_ENVIRONMENT, **shared_environment(os.environ)}
+            options = place.cluster.actor_options(place.bundle, environment) | {"max_concurrency": _NUM_ACTOR_THREADS}
             actor = self._make_actor(options, number)
             process, url = actor.__ray_call__.remote(own_process_id), actor.start.remote()
             started.append(Engine(number, place, actor, url, process))

@@ -74,6 +74,7 @@ class EngineFleet:
             host=_LOOPBACK if self._layout.num_nodes == 1 else None,
             keys=self._keys,
             shares_gpu=self._layout.shares_gpus,
+            meets_rank0=self._layout.meets_rank0,
         )
 
     def wait_ready(self) -> None:
@@ -157,12 +158,8 @@ class EngineFleet:
             self._start_router()
             self.dispatcher.serve(self.ready(), deadline)
         if not self._pool.free_places():
-            slots, left_s = self._layout.engine_share, deadline.require("add an engine")
-            self._pool.add_places(
-                RayVirtualCluster(
-                    name="engine", num_bundles=1, slots_per_bundle=slots, device=self._device, timeout_s=left_s
-                )
-            )
+            slots, left_s = [self._layout.engine_share], deadline.require("add an engine")
+            self._pool.add_places(RayVirtualCluster(name="engine", slots=slots, device=self._device, timeout_s=left_s))
         (name,) = self._start(self._pool.free_places()[:1], deadline)
         return name
 

@@ -92,7 +92,7 @@ def build_environment(
     cores: list[int],
     interface: str | None = None,
     extra_args: Sequence[str] = (),
-    shares_gpu: bool = False,
+    meets_rank0: bool = False,
 ) -> dict[str, str]:
     """The server's environment.
 
@@ -100,7 +100,7 @@ def build_environment(
         base: the worker's own.
         interface: that of the server's address, if known.
         extra_args: the user's arguments of the server.
-        shares_gpu: with a trainer rank.
+        meets_rank0: on one GPU with the trainer rank that sends.
         cores: CPU cores that the server may use; on `cpu` shared out among its `tp_size` ranks.
     """
     environment = {name: value for name, value in base.items() if name not in _DROPPED_VARIABLES}
@@ -113,7 +113,7 @@ def build_environment(
     environment.setdefault(NCCL_CUMEM, "0")
     if any(argument.startswith(_SYMMETRIC_MEMORY) for argument in extra_args):
         environment[NCCL_CUMEM] = "1"
-    if shares_gpu:
+    if meets_rank0:
         # NCCL refuses two ranks on one GPU, but not those of two hosts.
         environment.setdefault("NCCL_HOSTID", f"engines of {socket.gethostname()}")
     if device != "cpu":

@@ -3,14 +3,15 @@
 import os
 from pathlib import Path
 
+import psutil
 import ray
 
 from nemo_rl.config.schema import PolicyConfig
+from nemo_rl.distributed.gpus import assigned_gpus, free_gpu_bytes, visible_gpus
 from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.server_args import NCCL_CUMEM, ServerPlace, build_command, build_environment
 from nemo_rl.models.generation.sglang.server_process import ServerProcess, start_on_free_ports
-from nemo_rl.utils.memory import free_memory_bytes
 from nemo_rl.utils.network import check_interfaces, interface_of, resolve_host
 
 
@@ -29,6 +30,7 @@ class SGLangGenerationWorker:
         host: str | None,
         keys: AccessKeys,
         shares_gpu: bool = False,
+        meets_rank0: bool = False,
     ) -> None:
         """Start nothing yet.
 
@@ -36,9 +38,10 @@ class SGLangGenerationWorker:
             host: name or address that the server binds to; None: the address of this node in the Ray cluster.
             keys: of the run.
             shares_gpu: with a trainer rank.
+            meets_rank0: that rank may be the one that sends.
 
         Raises:
-            ValueError: nobody knows `host`.
+            ValueError: nobody knows `host`, or `CUDA_VISIBLE_DEVICES` hides a GPU that Ray gave this actor.
         """
         self._cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
@@ -51,13 +54,13 @@ class SGLangGenerationWorker:
         self._host = resolve_host(host or ray.util.get_node_ip_address())
         self._keys = keys
         self._environment = build_environment(
-            os.environ,
+            {**os.environ, **visible_gpus(os.environ, assigned_gpus())},
             device=device,
             tp_size=self.num_gpus(),
             cores=sorted(os.sched_getaffinity(0)),
             interface=interface_of(self._host),
             extra_args=self._server_cfg.extra_args,
-            shares_gpu=shares_gpu,
+            meets_rank0=meets_rank0,
         )
         self._process: ServerProcess | None = None
         self._client: EngineClient | None = None
@@ -116,8 +119,10 @@ class SGLangGenerationWorker:
         return self._environment[NCCL_CUMEM]
 
     def free_memory_bytes(self, timeout_s: float | None = None) -> int:
-        """Of the device of the server's rank 0."""
-        return free_memory_bytes(self._device)
+        """Of the host, or the least of the server's GPUs."""
+        if self._device == "cpu":
+            return int(psutil.virtual_memory().available)
+        return min(free_gpu_bytes(gpu) for gpu in assigned_gpus())
 
     def capabilities(self) -> ServerCapabilities:
         return self._require_client().capabilities

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.gpus import assigned_gpus, own_gpu
 from nemo_rl.distributed.weight_transfer.broadcast import (
     BucketSender,
     RefitStats,
@@ -41,11 +43,11 @@ from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, m
 from nemo_rl.models.policy.utils import (
     PRECISION_DTYPES,
     TARGET_DTYPES,
+    free_memory_bytes,
     init_process_group,
     resolve_device,
 )
 from nemo_rl.utils.log import configure_logging
-from nemo_rl.utils.memory import free_memory_bytes
 
 CPU_EAGER_TOKENS = 256
 """Up to this length eager attention is the faster one on CPU: at 58 tokens its forward and backward take a quarter of
@@ -85,7 +87,7 @@ class DTensorPolicyWorkerV2:
             loss_needs_reference: hold a frozen copy of the initial policy for `get_reference_policy_logprobs`.
             model_folder: Hugging Face folder; read on rank 0 alone.
             tokenizer_folder: its tokenizer goes into exports; null: exports hold none.
-            device: `cpu` or `cuda` (the first visible GPU).
+            device: `cpu` or `cuda` (the GPU that Ray gave this actor, else the first visible one).
             master_addr: address of rank 0, for the trainers' group and for the weight-update group.
             timeout_s: of every collective.
         """
@@ -105,7 +107,7 @@ class DTensorPolicyWorkerV2:
         """Whether every engine of the group has had all weights, those that training leaves alone too."""
         self.tokenizer_folder = tokenizer_folder
         self.model_folder = model_folder
-        self.device = resolve_device(device)
+        self.device = resolve_device(device, own_gpu(os.environ, assigned_gpus()))
         self.world_size = world_size
         self.dtype = PRECISION_DTYPES[cfg.precision]
         torch.manual_seed(seed)
@@ -164,7 +166,7 @@ class DTensorPolicyWorkerV2:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
     def free_memory_bytes(self) -> int:
-        return free_memory_bytes(self.device.type)
+        return free_memory_bytes(self.device)
 
     def connect_sglang_rollout_engines_distributed(
         self,

@@ -5,8 +5,9 @@ from gloo_engine import GlooEngine
 
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
-from nemo_rl.distributed.weight_transfer.preflight import check_ends
+from nemo_rl.distributed.weight_transfer.preflight import check_ends, shared_environment
 from nemo_rl.distributed.weight_transfer.rollout_engines import connect_rollout_engines_from_distributed
+from nemo_rl.models.generation.sglang.server_args import build_environment
 
 
 def engine(value: str | None, name: str = "engine 0") -> GlooEngine:
@@ -37,6 +38,22 @@ def test_a_difference_is_refused_with_both_values(own: str | None, theirs: str |
         check_ends(engines, "nccl", environment)
     assert str(caught.value).startswith(said)
     check_ends(engines, "gloo", environment)
+
+
+@pytest.mark.parametrize(("driver", "both"), [(None, "0"), ("", "0"), ("0", "0"), ("1", "1"), ("-2", "-2")])
+def test_both_ends_have_what_the_driver_has(driver: str | None, both: str) -> None:
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HOME": "/h"}
+    shared = shared_environment(own if driver is None else own | {"NCCL_CUMEM_ENABLE": driver})
+    assert shared == {"NCCL_CUMEM_ENABLE": both, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    server = build_environment(shared, device="cuda", tp_size=1, cores=[0])
+    check_ends([engine(server["NCCL_CUMEM_ENABLE"])], "nccl", shared)
+
+
+def test_an_engine_argument_that_sets_another_value_is_refused_with_both() -> None:
+    shared = shared_environment({})
+    server = build_environment(shared, device="cuda", tp_size=1, cores=[0], extra_args=["--enable-symm-mem"])
+    with pytest.raises(TransferError, match=r"^NCCL_CUMEM_ENABLE: '0' at the trainer, '1' at engine 0;"):
+        check_ends([engine(server["NCCL_CUMEM_ENABLE"])], "nccl", shared)
 
 
 def test_connect_refuses_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

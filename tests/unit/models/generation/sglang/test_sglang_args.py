@@ -53,7 +53,7 @@ def test_an_engine_that_shares_its_gpu_takes_a_part_of_it_and_is_another_host_to
     place = dataclasses.replace(_place("cuda"), shares_gpu=True)
     command = build_command(make_config(server={"extra_args": extra}), place)
     assert command[-2:] == ["--mem-fraction-static=0.4", *extra]
-    environment = build_environment({}, device="cuda", tp_size=1, cores=[0], shares_gpu=True)
+    environment = build_environment({}, device="cuda", tp_size=1, cores=[0], meets_rank0=True)
     assert environment["NCCL_HOSTID"].startswith("engines of ")
     assert "NCCL_HOSTID" not in build_environment({}, device="cuda", tp_size=1, cores=[0])
 

@@ -46,7 +46,7 @@ def ray_cluster():
 
 @contextmanager
 def running(tmp_path, num_engines, *, tolerance=None, **settings):
-    cluster = RayVirtualCluster(name="engines", num_bundles=num_engines, slots_per_bundle=1, device="cpu")
+    cluster = RayVirtualCluster(name="engines", slots=[1] * num_engines, device="cpu")
     config = make_config(tolerance=tolerance, server={"request_timeout_s": 60.0}, **settings)
     layout = Layout(num_nodes=1, num_train_slots=1, num_engines=num_engines, num_slots_per_engine=1)
     generation = SGLangGeneration(cfg=config, layout=layout, device="cpu", worker_class=little_worker.LittleWorker)
