@@ -122,7 +122,6 @@ UNSUPPORTED = [
     bad(f"{GENERATION}.top_p", "0.9", "got 0.9; not supported (the trainer's log-probs are those of the whole"),
     bad(f"{GENERATION}.top_k", "5", "got 5; not supported (the trainer's log-probs are those of the whole vocabulary"),
     bad(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 alone)"),
-    bad(f"{DTENSOR}.cpu_offload", "true", "got true; not supported (the policy's shards stay on their device)"),
     bad("policy.megatron_cfg.enabled", "true", "got true; not supported (the Megatron policy is not part of this"),
     together([f"{DTENSOR}._v2=false"], f"{DTENSOR}._v2", "got false; not supported (the DTensor v1 worker cannot"),
 ]
