@@ -23,7 +23,7 @@ part() { # NAME SECONDS TEST...
   local name=$1 limit=$2
   shift 2
   say "$name begins, at most $limit s"
-  timeout --kill-after=15 "$limit" python3 -m pytest -q -m gpu --timeout="$limit" -p no:cacheprovider \
+  timeout --kill-after=15 "$limit" python3 -m pytest -q -m gpu --timeout=$((limit - 30)) -p no:cacheprovider \
     --basetemp="$work/$name" "$@" > "$out/$name.txt" 2>&1 &
   names+=("$name") pids+=($!)
 }
