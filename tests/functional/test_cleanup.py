@@ -71,7 +71,7 @@ def ray_address() -> Iterator[str]:
     ray.shutdown()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_whatever_ends_a_run_leaves_nothing_and_the_next_starts_at_once(ray_address: str, tmp_path: Path) -> None:
     ended: GrpoProcess | None = None
     ended_s = 0.0

@@ -35,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
         ),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=560,
         check=False,
         env={**os.environ, MARK: "finished"},
     )
