@@ -134,11 +134,12 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     def _full_tensors(self) -> Iterator[NamedTensor]:
         """Every tensor on every rank, one gather each."""
         plan = self.export_plan
-        state = {clean_name(name): value.detach() for name, value in self.model.state_dict().items()}
+        state = {clean_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
         for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True):
             dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
-            whole = {name: _full_tensor(state[name].to(dtype)) for name in group.sources}
-            made = group.to_checkpoint(whole, plan.twin)
+            with torch.no_grad():
+                whole = {name: _full_tensor(state[name].to(dtype)) for name in group.sources}
+                made = group.to_checkpoint(whole, plan.twin)
             for spec in specs:
                 tensor = made[spec.name].transpose(-1, -2) if spec.transposed else made[spec.name]
                 yield spec.name, tensor.to(spec.dtype).contiguous()

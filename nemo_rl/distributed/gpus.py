@@ -6,7 +6,6 @@ Ray lets an actor see its own GPUs alone, so that its first is `cuda:0`. With
 
 from collections.abc import Mapping, Sequence
 
-import pynvml
 import ray
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -52,6 +51,8 @@ def visible_gpus(environment: Mapping[str, str], gpus: Sequence[str]) -> dict[st
 
 def free_gpu_bytes(gpu: str) -> int:
     """Of a GPU by its number or UUID, without making a CUDA context in this process."""
+    import pynvml  # of no use where there is no GPU
+
     pynvml.nvmlInit()
     by_number = gpu.isdecimal()
     handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(gpu)

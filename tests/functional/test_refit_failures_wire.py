@@ -97,7 +97,8 @@ def send(engine: Receiver, group: WeightUpdateGroup, named: Sequence[NamedTensor
     sender = BucketSender([engine], group, manifest, Deadline(TIMEOUT_S))
     try:
         for bucket in iter_named_tensor_buckets(iter(named), buffer_size_bytes, manifest):
-            sender.send(bucket)
+            sender.send(sender.prepare(bucket))
+        sender.finish()
     except TransferError:
         sender.abandon()
         raise

@@ -39,6 +39,17 @@ class RefitStats:
 
 
 @dataclass(frozen=True)
+class PreparedBucket:
+    """All that is left to do is to send it."""
+
+    header: BucketHeader
+    payload: list[torch.Tensor]
+    num_bytes: int
+    ready: torch.cuda.Event | None
+    """What the current stream has done when the bucket is complete; None on the CPU."""
+
+
+@dataclass(frozen=True)
 class _Announcement:
     """One bucket that engines were told of, and their answers."""
 
@@ -72,42 +83,54 @@ class BucketSender:
         self._flattened = all(engine.takes_flattened for engine in engines)
         self._outstanding: list[_Announcement] = []
         self._abandoned = False
+        self._num_prepared = 0
         self._timeline = timeline or Timeline(torch.device("cpu"))
         self.announced: tuple[str, ...] = ()
         """Names of the engines that may hold new weights: all, once a bucket has been announced."""
         self.stats = RefitStats()
 
-    def send(self, bucket: list[NamedTensor], ready: torch.cuda.Event | None = None) -> None:
-        """Announce and broadcast; return when every engine has the bytes. Whether it loads them is heard later.
-
-        Args:
-            ready: see `WeightUpdateGroup.send`.
+    def prepare(self, bucket: list[NamedTensor]) -> PreparedBucket:
+        """What can be done while the bucket before is under way.
 
         Raises:
-            ManifestError: the bucket is not what was planned; nothing of it is sent.
-            TransferError: an engine refused a bucket, failed while loading one, or did not answer in time.
+            ManifestError: the bucket is not what was planned.
         """
         for name, tensor in bucket:
             self._manifest.check(name, tensor)
-        header = make_header(self.stats.num_buckets, bucket, flattened=self._flattened)
+        header = make_header(self._num_prepared, bucket, flattened=self._flattened)
+        self._num_prepared += 1
+        payload = [flatten_bucket(bucket)] if self._flattened else [tensor for _, tensor in bucket]
+        ready = None
+        if payload[0].is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        return PreparedBucket(header, payload, sum(tensor.nbytes for tensor in payload), ready)
+
+    def send(self, bucket: PreparedBucket) -> None:
+        """Announce and broadcast; return when every engine has the bytes. Whether it loads them is heard later.
+
+        Raises:
+            TransferError: an engine refused a bucket, failed while loading one, or did not answer in time.
+        """
+        header = bucket.header
         self._await(None, max_outstanding=1)
         left_s = self._deadline.remaining_s()
         if not left_s:
             raise self._failure(header, f"{header.describe()}: not sent within {self._deadline.timeout_s:g} s")
-        payload = [flatten_bucket(bucket)] if self._flattened else [tensor for _, tensor in bucket]
         start_s = self._timeline.now_s()
         answers = self._announce(header, left_s)
         if self._group.spec.backend == "nccl" and not self._group.has_sent:
             wait(answers, timeout=_REFUSE_S, return_when=FIRST_EXCEPTION)
             self._raise_refusal()
-        self._await((header, self._group.send(payload, left_s + _ARRIVE_S, ready)), max_outstanding=2)
+        sent = self._group.send(bucket.payload, left_s + _ARRIVE_S, bucket.ready)
+        self._await((header, sent), max_outstanding=2)
         end_s = self._timeline.now_s()
         self._timeline.add("broadcast", header.index, start_s, end_s)
         _when_all_done(answers, lambda: self._timeline.add("load", header.index, end_s, self._timeline.now_s()))
         self._sent += header.names
         self.stats = RefitStats(
-            num_bytes=self.stats.num_bytes + sum(tensor.nbytes for _, tensor in bucket),
-            num_tensors=self.stats.num_tensors + len(bucket),
+            num_bytes=self.stats.num_bytes + bucket.num_bytes,
+            num_tensors=self.stats.num_tensors + len(header.names),
             num_buckets=self.stats.num_buckets + 1,
         )
 
@@ -283,28 +306,28 @@ def _send_beside(
     failure: Exception | None = None
     under_way: Future[Exception | None] | None = None
     for bucket in bucket_iterator:
-        last, under_way = under_way, None
-        if last is not None:
-            failure = last.result()
-        if failure is None:
-            under_way = pool.submit(_send, sender, bucket, _event_after(bucket))
+        prepared = None if failure is not None else _prepare(sender, bucket)
+        if under_way is not None:
+            failure, under_way = under_way.result(), None
+        if failure is None and isinstance(prepared, Exception):
+            failure = prepared
+        if failure is None and isinstance(prepared, PreparedBucket):
+            under_way = pool.submit(_send, sender, prepared)
     return failure if under_way is None else under_way.result()
 
 
-def _send(sender: BucketSender, bucket: list[NamedTensor], ready: torch.cuda.Event | None) -> Exception | None:
+def _prepare(sender: BucketSender, bucket: list[NamedTensor]) -> PreparedBucket | Exception:
     try:
-        sender.send(bucket, ready)
+        return sender.prepare(bucket)
+    except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
+        return error.with_traceback(None)
+
+
+def _send(sender: BucketSender, bucket: PreparedBucket) -> Exception | None:
+    try:
+        sender.send(bucket)
     except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
         sender.abandon()
         # Its frames hold the bucket.
         return error.with_traceback(None)
     return None
-
-
-def _event_after(bucket: list[NamedTensor]) -> torch.cuda.Event | None:
-    """What the current stream has done when the bucket is complete."""
-    if not bucket[0][1].is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

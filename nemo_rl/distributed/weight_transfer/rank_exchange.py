@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -16,7 +17,8 @@ T = TypeVar("T")
 
 _FOLLOW_S = 4.0
 """Beyond the deadline: for an error that is raised at it to arrive."""
-_MAX_POLL_S = 0.02
+_WAIT_S = 0.1
+"""At a time: other threads cannot use the store meanwhile."""
 _MAX_ERRORS = 4
 
 
@@ -79,10 +81,11 @@ class RankExchange:
         return said
 
     def _await(self, keys: list[str], timeout_s: float) -> list[Outcome | None]:
-        deadline, poll_s = Deadline(timeout_s), 0.001
-        while not self._store.check(keys) and deadline.remaining_s():
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _MAX_POLL_S)
+        deadline, heard = Deadline(timeout_s), False
+        while not heard and deadline.remaining_s():
+            with suppress(dist.DistStoreError):  # the time is over; who has said something by then is heard
+                self._store.wait(keys, timedelta(seconds=min(_WAIT_S, deadline.remaining_s() + 0.001)))
+                heard = True
         return [Outcome.from_json(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
 

@@ -64,13 +64,14 @@ def dtensor_params_generator(
         ManifestError: on every rank, before anything is gathered, when the model has other names than at set-up.
         Exception: on rank 0, whatever a conversion raised; all has been gathered then, so that no rank waits.
     """
-    state = {clean_name(name): value.detach() for name, value in model.state_dict().items()}
+    # Not detached: for hundreds of DTensors that would take longer than to send them.
+    state = {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     _check_sources(model, state, plan)
     device = device or next(iter(state.values())).device
     maker = _BucketMaker(state, plan, device, negated=negated)
     for index, layout in enumerate([BucketLayout(plan.manifest.specs)] if layouts is None else layouts):
         views = layout.views(_memory(layout, buffers, device))
-        with timeline.on_device("gather", index) if timeline is not None else nullcontext():
+        with torch.no_grad(), timeline.on_device("gather", index) if timeline is not None else nullcontext():
             maker.fill(views)
         if maker.failure is None:
             yield from ((spec.name, views[spec.name]) for spec in layout.specs)

@@ -64,12 +64,14 @@ def gather_to_rank0(gathers: Sequence[Gather], message_bytes: int, device: torch
 
 def _messages(gathers: Sequence[Gather], message_bytes: int) -> Iterator[list[Gather]]:
     message: list[Gather] = []
+    num_bytes = 0
     for gather in gathers:
-        fits = sum(other.num_bytes for other in message) + gather.num_bytes <= message_bytes
+        fits = num_bytes + gather.num_bytes <= message_bytes
         if message and not (fits and gather.is_in_rows and message[0].is_in_rows):
             yield message
-            message = []
+            message, num_bytes = [], 0
         message.append(gather)
+        num_bytes += gather.num_bytes
     if message:
         yield message
 

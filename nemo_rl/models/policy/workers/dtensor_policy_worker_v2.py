@@ -227,7 +227,8 @@ class DTensorPolicyWorkerV2:
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
         deadline = self._deadline(limit_s)
-        plan = self.export_plan.without(self._frozen_names()) if self._engines_hold_frozen else self.export_plan
+        frozen = self._frozen_names() if self._engines_hold_frozen else set()
+        plan = self.export_plan.without(frozen) if frozen else self.export_plan
         self._engines_hold_frozen = False
         layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
         buffers = on_rank0(lambda: self._prepare_refit(layouts), self._exchange, deadline)

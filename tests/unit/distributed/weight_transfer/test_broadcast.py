@@ -45,7 +45,7 @@ def send_all(
     manifest = manifest_of(weights())
     sender = BucketSender(engines, group, manifest, Deadline(timeout_s))
     for bucket in iter_named_tensor_buckets(weights(), buffer_size_bytes, manifest):
-        sender.send(bucket)
+        sender.send(sender.prepare(bucket))
     sender.finish()
     return sender
 

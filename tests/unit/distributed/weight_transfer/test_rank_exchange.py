@@ -64,9 +64,9 @@ def weights() -> list[NamedTensor]:
     return [(f"w{i}", torch.full((64,), float(i))) for i in range(6)]
 
 
-def trainer_rank(rank: int, folder: str, raises_at: int, raising_rank: int) -> None:
+def trainer_rank(rank: int, port: int, folder: str, raises_at: int, raising_rank: int) -> None:
     """Two ranks whose iterator gathers; on one of them it raises, at the end for `raises_at` 6."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=2)
 
     def gathered() -> Iterator[NamedTensor]:
         for index, (name, tensor) in enumerate([*weights(), ("end", torch.zeros(1))]):
@@ -105,10 +105,10 @@ def trainer_rank(rank: int, folder: str, raises_at: int, raising_rank: int) -> N
 @pytest.mark.parametrize("raising_rank", [0, 1])
 @pytest.mark.parametrize("raises_at", [2, 6], ids=["while others gather", "after the last gather"])
 def test_an_iterator_that_raises_on_one_rank_ends_both_with_its_words(
-    tmp_path: Path, raising_rank: int, raises_at: int
+    store: dist.TCPStore, tmp_path: Path, raising_rank: int, raises_at: int
 ) -> None:
     """While others gather, what ends them is that the rank's process ends."""
-    torch.multiprocessing.spawn(trainer_rank, (str(tmp_path), raises_at, raising_rank), nprocs=2)
+    torch.multiprocessing.spawn(trainer_rank, (store.port, str(tmp_path), raises_at, raising_rank), nprocs=2)
     for rank in range(2):
         seconds, failed, text = (tmp_path / f"rank{rank}").read_text().split("|", 2)
         assert float(seconds) < 6.0

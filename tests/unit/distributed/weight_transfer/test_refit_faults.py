@@ -46,7 +46,7 @@ def send(engines: Engines, group: WeightUpdateGroup, timeout_s: float = 20.0) ->
     sender = BucketSender(engines, group, manifest, Deadline(timeout_s))
     try:
         for bucket in iter_named_tensor_buckets(iter(WEIGHTS), 1, manifest):
-            sender.send(bucket)
+            sender.send(sender.prepare(bucket))
         sender.finish()
     except TransferError:
         sender.abandon()
@@ -258,8 +258,9 @@ def test_an_engine_in_mid_payload_receives_it_to_the_end_and_is_free(processes: 
     large = [("large", torch.ones(25_000_000))]
     group, start_s = connect([healthy, faulty]), time.monotonic()
     sender = BucketSender([healthy, faulty], group, manifest_of(large), Deadline(30))
+    bucket = sender.prepare(large)
     with pytest.raises(TransferError, match="faulty failed at bucket 0"):
-        sender.send(large)
+        sender.send(bucket)
     sender.abandon()
     assert healthy.call("ready") is None
     assert time.monotonic() - start_s < 5.0
