@@ -14,7 +14,7 @@ from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFa
 
 T = TypeVar("T")
 
-_FOLLOW_S = 4.0
+_FOLLOW_S = 3.0
 """Beyond the deadline: for an error that is raised at it to arrive."""
 _MAX_POLL_S = 0.02
 _MAX_ERRORS = 4

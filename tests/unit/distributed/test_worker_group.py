@@ -36,6 +36,13 @@ class Rank:
             os._exit(1)
         time.sleep(60)
 
+    def die_and_fail(self, dead: int) -> None:
+        """The dead rank's peer notices first, as in a collective."""
+        if self.rank == dead:
+            time.sleep(0.5)
+            os._exit(1)
+        raise ConnectionError("closed by peer")
+
     def environment(self) -> str:
         return os.environ["NRL_TEST"]
 
@@ -92,6 +99,15 @@ def test_a_dead_rank_ends_the_others(group: RayWorkerGroup, tmp_path: Path) -> N
     assert ends_within(tmp_path, 10)
     with pytest.raises(WorkerGroupError, match="the ranks have ended"):
         group.run("environment", timeout_s=1)
+
+
+def test_the_rank_that_died_is_named_and_not_the_one_that_noticed(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerGroupError) as caught:
+        group.run("die_and_fail", timeout_s=60, dead=1)
+    assert str(caught.value) == (
+        "ranks: rank 1 failed in die_and_fail, all ranks ended: its process has ended (killed, or out of memory); "
+        "its log is in the run folder"
+    )
 
 
 def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGroup, tmp_path: Path) -> None:

@@ -526,9 +526,9 @@ def test_failed_engines_are_replaced_and_all_is_sent_again(
     policy.failures = [failure]
     synchronizer.sync_weights()
     failed = ["engine 0", "engine 1"] if isinstance(failure, TransferError) else ["engine 1"]
-    recovery = [*(f"quarantine {name}" for name in failed), f"replace {len(failed)}", "connect [1, 1]"]
+    recovery = [*(f"quarantine {name}" for name in failed), "end", f"replace {len(failed)}", "connect [1, 1]"]
     again = ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
-    assert events == ["pause", "begin", "send", "end", *recovery, *again]
+    assert events == ["pause", "begin", "send", *recovery, *again]
     assert not synchronizer.is_stale
     assert synchronizer.version == 2
     assert synchronizer.metrics()["refit/recoveries"] == 1
