@@ -92,7 +92,7 @@ class RayWorkerGroup:
             missing = [rank for rank, ref in enumerate(refs) if ref in pending]
             self.shutdown()
             raise TimeoutError(
-                f"{self.name}: {method} not done within {timeout_s:g} s on ranks {missing}; all ranks ended"
+                f"{self.name}: {method} not done within {round(timeout_s, 1):g} s on ranks {missing}; all ranks ended"
             )
         # When a rank dies, others that shared a collective with it fail first: the dead one is the reason.
         rank = next(
