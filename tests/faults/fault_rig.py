@@ -1,6 +1,5 @@
 """Real trainer ranks and real engines that can be told to fail, and what is asked of them afterwards."""
 
-import logging
 import shutil
 import sys
 import time
@@ -212,21 +211,3 @@ def start_rig(
         rig = FaultRig(config, run, folder)
         rig.note_processes()
         yield rig
-
-
-class WarningLog(logging.Handler):
-    """The first warning of the product since `start_s`: the moment at which it knew."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[tuple[float, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((time.monotonic(), record.getMessage()))
-
-    def __enter__(self) -> "WarningLog":
-        logging.getLogger("nemo_rl").addHandler(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        logging.getLogger("nemo_rl").removeHandler(self)

@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 from fault_cases import CASES, RECOVERS, TOLERATED, Case
 from fault_rig import FaultRig, start_rig
-from fault_table import inject, show
+from fault_run import inject
+from fault_table import show
 
 EVERY = 10
 SOAK_CASES = tuple(case for case in CASES if case.expected in (RECOVERS, TOLERATED))
