@@ -9,8 +9,8 @@ JOIN = "/init_weights_update_group"
 BEGIN, END = "/begin_weight_update", "/end_weight_update"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 VERSION, CHECKER = "/update_weight_version", "/weights_checker"
-BUCKET = 4
-"""Of 15: some are loaded, some are not."""
+BUCKET = 3
+"""Some are loaded before it, some are not."""
 RECOVERS, TOLERATED, ENDS = "recovers", "tolerated", "ends the run"
 
 

@@ -37,7 +37,7 @@ for module in (fault_proxy, faulty_workers, sys.modules[__name__]):
     ray.cloudpickle.register_pickle_by_value(module)
 
 ROOT = Path(__file__).parents[2]
-REFIT_TIMEOUT_S = 15.0
+REFIT_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 120.0
 _GONE_S = 20.0
 _TOLERANCE = "policy.generation.sglang_cfg.sglang_fault_tolerance_config"
@@ -192,7 +192,7 @@ def start_rig(
             f"cluster.gpus_per_node={2 + num_engines}",
             f"policy.generation.colocated.resources.gpus_per_node={num_engines}",
             f"{_SERVER}.refit_timeout_s={refit_timeout_s}",
-            "policy.refit_buffer_size_gb=0.00002",
+            "policy.refit_buffer_size_gb=0.00006",
             "policy.optimizer.kwargs.lr=1e-3",
             "policy.scheduler.kwargs.total_iters=10000",
             *(f"{_TOLERANCE}.{name}={value}" for name, value in tolerance.items()),
