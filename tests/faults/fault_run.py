@@ -82,7 +82,9 @@ def inject(rig: FaultRig, case: Case) -> None:
     last = len(rig.generation.rollout_engines) - 1
     rig.run.synchronizer._proof._refit = RefitConfig.model_validate({"verify": case.verify})
     if case.reconnects:
+        # As after a failed refit: no group, and no engine is checked until one has succeeded.
         rig.run.synchronizer._connected = False
+        rig.generation._fleet.suspend()
     if case.engine is not None:
         rig.arm_engine(last, case.engine)
     if case.rank is not None:
