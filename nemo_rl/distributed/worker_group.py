@@ -120,13 +120,19 @@ class RayWorkerGroup:
         self._workers = []
 
 
+def why_ended(error: RayActorError) -> str:
+    """Why an actor does not answer, in one line; Ray takes a dozen."""
+    if error.actor_init_failed:
+        return str(error).strip().splitlines()[-1]
+    return "its process has ended (killed, or out of memory)"
+
+
 def _cause(error: Exception) -> Exception:
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause if isinstance(cause, Exception) else error
 
 
 def _plain(error: Exception) -> str:
-    """In one line; what Ray says of a dead actor takes twelve."""
     if isinstance(error, RayActorError):
-        return "its process has ended (killed, or out of memory); its log is in the run folder"
+        return f"{why_ended(error)}; its log is in the run folder"
     return f"{type(_cause(error)).__name__}: {_cause(error)}"

@@ -163,7 +163,7 @@ class Policy(PolicyInterface):
 
 def _ranks_limit_s(timeout_s: float | None) -> float | None:
     """For the ranks: less than their caller has, so that a failure at the limit still ends in the ranks' own error."""
-    return None if timeout_s is None else timeout_s - min(_LET_GO_S, _LET_GO_PART * timeout_s)
+    return None if timeout_s is None else round(timeout_s - min(_LET_GO_S, _LET_GO_PART * timeout_s), 1)
 
 
 def trainer_environment(device: str, num_ranks: int) -> dict[str, str]:

@@ -47,6 +47,11 @@ class Rank:
         return os.environ["NRL_TEST"]
 
 
+class Broken(Rank):
+    def __init__(self, rank: int, folder: str):
+        raise ValueError("policy.model_name: got 'm'; no such model")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayVirtualCluster]:
     start_ray(device="cpu", num_slots=3, num_nodes=1)
@@ -108,6 +113,20 @@ def test_the_rank_that_died_is_named_and_not_the_one_that_noticed(group: RayWork
         "ranks: rank 1 failed in die_and_fail, all ranks ended: its process has ended (killed, or out of memory); "
         "its log is in the run folder"
     )
+
+
+def test_a_constructor_that_raises_is_told_in_its_own_words(cluster: RayVirtualCluster, tmp_path: Path) -> None:
+    group = RayWorkerGroup(
+        name="ranks",
+        worker_class=Broken,
+        cluster=cluster,
+        env={},
+        make_kwargs=lambda rank: {"rank": rank, "folder": str(tmp_path)},
+    )
+    with pytest.raises(
+        WorkerGroupError, match=r"all ranks ended: ValueError: policy.model_name: got 'm'; no such model"
+    ):
+        group.ready(timeout_s=60)
 
 
 def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGroup, tmp_path: Path) -> None:
