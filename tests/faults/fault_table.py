@@ -69,12 +69,14 @@ def run_all(todo: list[tuple[Case, int]]) -> Iterator[str]:
                     said = " ".join(f"{type(error).__name__}: {error}".split())[:600]
                     yield f"| {case.name} | {num_engines} | FAILED | | | | | | {said} |"
                     break
+        if left := rig.orphans(living=set()):
+            yield f"| end of everything | | FAILED | | | | | {len(left)} | {'; '.join(left)} |"
 
 
 def _place(line: str) -> tuple[int, str]:
     """Rows of one fault one below the other."""
     name, num_engines = (cell.strip() for cell in line.split("|")[1:3])
-    return list(BY_NAME).index(name), num_engines
+    return list(BY_NAME).index(name) if name in BY_NAME else len(BY_NAME), num_engines
 
 
 def show(text: str) -> None:
