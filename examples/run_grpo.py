@@ -9,7 +9,7 @@ from nemo_rl.config.loader import exit_with_refusal, load_config_or_exit
 def main() -> None:
     config = load_config_or_exit(sys.argv[1:], program="run_grpo.py")
     # torch, ray and sglang are imported for a valid config only.
-    from nemo_rl.run import run_grpo
+    from nemo_rl.run import RUN_FAILURES, run_grpo
     from nemo_rl.setup import prepare_inputs
     from nemo_rl.utils.log import configure_logging
 
@@ -22,6 +22,8 @@ def main() -> None:
         run_grpo(config, inputs)
     except ConfigError as error:
         exit_with_refusal(error)
+    except RUN_FAILURES as error:
+        raise SystemExit(f"run_grpo.py: the run has ended: {error}") from None
 
 
 if __name__ == "__main__":

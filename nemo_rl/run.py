@@ -9,6 +9,10 @@ from types import FrameType
 from nemo_rl.algorithms.grpo import count_steps, grpo_train
 from nemo_rl.config.loader import dump_yaml
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.distributed.weight_transfer.errors import TransferError
+from nemo_rl.distributed.worker_group import WorkerGroupError
+from nemo_rl.models.generation.interfaces import EnginesFailedError, ReplacementsUsedUpError
+from nemo_rl.models.generation.sglang.http_client import EngineError
 from nemo_rl.setup import Inputs, start_participants
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.plot import plot_run
@@ -16,6 +20,9 @@ from nemo_rl.utils.run_folder import make_run_folder
 from nemo_rl.utils.seed import seed_everything
 
 logger = logging.getLogger(__name__)
+
+RUN_FAILURES = (WorkerGroupError, TransferError, EnginesFailedError, ReplacementsUsedUpError, EngineError, TimeoutError)
+"""Something that the run needs has failed: their text says who, what and why, and a traceback would bury it."""
 
 
 def run_grpo(config: MasterConfig, inputs: Inputs) -> None:

@@ -77,23 +77,28 @@ class RayWorkerGroup:
 
     def _await(self, method: str, refs: list[Any], timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
-        failure: tuple[int, Exception] | None = None
+        failures: dict[int, Exception] = {}
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, end_s - time.monotonic()))
             if not done:
                 break
-            if failure is None and (failure := self._failure_of(refs, done[0])) is not None:
+            if (error := self._failure_of(done[0])) is not None:
                 end_s = min(end_s, time.monotonic() + _GRACE_S)
-        if not pending and failure is None:
+                failures[refs.index(done[0])] = error
+        if not pending and not failures:
             return
-        if failure is None:
+        if not failures:
             missing = [rank for rank, ref in enumerate(refs) if ref in pending]
             self.shutdown()
             raise TimeoutError(
-                f"{self.name}: {method} not done within {timeout_s:g} s on ranks {missing}; all ranks ended"
+                f"{self.name}: {method} not done within {round(timeout_s, 1):g} s on ranks {missing}; all ranks ended"
             )
-        rank, error = failure
+        # When a rank dies, others that shared a collective with it fail first: the dead one is the reason.
+        rank = next(
+            (rank for rank, error in failures.items() if isinstance(error, RayActorError)), next(iter(failures))
+        )
+        error = failures[rank]
         if pending or isinstance(error, RayActorError):
             self.shutdown()
             raise WorkerGroupError(
@@ -101,11 +106,11 @@ class RayWorkerGroup:
             ) from error
         raise _cause(error)
 
-    def _failure_of(self, refs: list[Any], ref: Any) -> tuple[int, Exception] | None:
+    def _failure_of(self, ref: Any) -> Exception | None:
         try:
             ray.get(ref, timeout=0)
         except (RayTaskError, RayActorError, GetTimeoutError) as error:
-            return refs.index(ref), error
+            return error
         return None
 
     def shutdown(self) -> None:
@@ -115,10 +120,19 @@ class RayWorkerGroup:
         self._workers = []
 
 
+def why_ended(error: RayActorError) -> str:
+    """Why an actor does not answer, in one line; Ray takes a dozen."""
+    if error.actor_init_failed:
+        return str(error).strip().splitlines()[-1]
+    return "its process has ended (killed, or out of memory)"
+
+
 def _cause(error: Exception) -> Exception:
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause if isinstance(cause, Exception) else error
 
 
 def _plain(error: Exception) -> str:
+    if isinstance(error, RayActorError):
+        return f"{why_ended(error)}; its log is in the run folder"
     return f"{type(_cause(error)).__name__}: {_cause(error)}"

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_RATIO_VARIABLE = "NRL_REFIT_BUFFER_MEMORY_RATIO"
 _DEFAULT_MEMORY_RATIO = 0.3
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 2.0
+"""A part of the 5 s after the deadline within which a refit must have failed."""
 _ACTOR_START_S = 120.0
 """For an engine's process and its imports, before its server starts."""
 _MAX_BUFFER_BYTES = 2 * 2**30
@@ -46,6 +47,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._buffer_size_bytes = 0
         self._stale = True
         self._connected = False
+        self._in_session = False
         self._version = 0
         self._num_recoveries = 0
         self._last_stats = RefitStats()
@@ -119,6 +121,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             except (TransferError, EnginesFailedError, TimeoutError) as error:
                 self._connected = False
                 self._quarantine(error)
+                self._close_failed_session()
                 if not self._generation.replaces_failed_engines or not self._generation.failed_engines:
                     raise
                 logger.warning("refit %d failed, engines are replaced and all is sent again: %s", version, error)
@@ -173,23 +176,24 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._connected = True
 
     def _transfer(self, deadline: Deadline, *, negated: bool = False) -> RefitStats:
+        self._in_session = True
         self._generation.begin_weight_update(deadline)
-        try:
-            stats = self._policy.update_weights_to_sglang_distributed(
-                rollout_engines=self._generation.rollout_engines,
-                buffer_size_bytes=self._buffer_size_bytes,
-                target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
-                negated=negated,
-                timeout_s=deadline.require("refit"),
-            )
-        except Exception:  # whatever it is, an open session would refuse the next update; it is raised again
-            self._close_failed_session()
-            raise
+        stats = self._policy.update_weights_to_sglang_distributed(
+            rollout_engines=self._generation.rollout_engines,
+            buffer_size_bytes=self._buffer_size_bytes,
+            target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
+            negated=negated,
+            timeout_s=deadline.require("refit"),
+        )
         self._generation.end_weight_update(deadline)
+        self._in_session = False
         return stats
 
     def _close_failed_session(self) -> None:
-        """A failed update leaves the session open, and an open one refuses the next. The first error is the one told."""
+        """On engines that are used on: an open session refuses the next update. The first error is the one told."""
+        if not self._in_session or not self._generation.rollout_engines:
+            return
+        self._in_session = False
         try:
             self._generation.end_weight_update(Deadline(_CLOSE_TIMEOUT_S))
         except (RuntimeError, TimeoutError) as error:

@@ -15,7 +15,7 @@ from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFa
 
 T = TypeVar("T")
 
-_FOLLOW_S = 4.0
+_FOLLOW_S = 3.0
 """Beyond the deadline: for an error that is raised at it to arrive."""
 _WAIT_S = 0.1
 """At a time: other threads cannot use the store meanwhile."""

@@ -21,7 +21,9 @@ class EnginesFailedError(RuntimeError):
         return tuple(self.faults)
 
     def __str__(self) -> str:
-        return "; ".join(f"{name}: {fault}" for name, fault in self.faults.items())
+        # An engine's own error begins with its name.
+        faults = self.faults.items()
+        return "; ".join(fault if fault.startswith(name) else f"{name}: {fault}" for name, fault in faults)
 
 
 class EnginesLostError(EnginesFailedError):

@@ -18,7 +18,12 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicy
 
 _STEP_TIMEOUT_S = 3600.0
 """A training step, a forward pass, an export: beyond it a rank is taken for dead."""
-_ANSWER_S = 15.0
+_ANSWER_S = 4.5
+"""Between the ranks' deadline and the end of ranks that did not answer: more than they wait for one another beyond it,
+and less than the 5 s within which a refit must have failed."""
+
+_LET_GO_S, _LET_GO_PART = 3.0, 0.1
+"""Kept for rank 0 to let go of its engines after a failure at the limit; at most this part of the time."""
 
 
 class Policy(PolicyInterface):
@@ -108,7 +113,7 @@ class Policy(PolicyInterface):
         self.workers.run(
             "connect_sglang_rollout_engines_distributed",
             timeout_s=self._answer_by_s(timeout_s),
-            limit_s=timeout_s,
+            limit_s=_ranks_limit_s(timeout_s),
             rollout_engines=rollout_engines,
             engine_gpu_counts=engine_gpu_counts,
             group_name=self._group_name,
@@ -128,7 +133,7 @@ class Policy(PolicyInterface):
         stats: list[RefitStats] = self.workers.run(
             "update_weights_to_sglang_distributed",
             timeout_s=self._answer_by_s(timeout_s),
-            limit_s=timeout_s,
+            limit_s=_ranks_limit_s(timeout_s),
             rollout_engines=rollout_engines,
             buffer_size_bytes=buffer_size_bytes,
             rollout_engine_lock=rollout_engine_lock,
@@ -154,6 +159,11 @@ class Policy(PolicyInterface):
     def _forward(self, method: str, data: BatchedDataDict) -> BatchedDataDict:
         shards = [(shard,) for shard in data.shard_by_batch_size(self.workers.num_ranks)]
         return BatchedDataDict.from_batches(self.workers.run(method, timeout_s=_STEP_TIMEOUT_S, per_rank=shards))
+
+
+def _ranks_limit_s(timeout_s: float | None) -> float | None:
+    """For the ranks: less than their caller has, so that a failure at the limit still ends in the ranks' own error."""
+    return None if timeout_s is None else round(timeout_s - min(_LET_GO_S, _LET_GO_PART * timeout_s), 1)
 
 
 def trainer_environment(device: str, num_ranks: int) -> dict[str, str]:

@@ -36,8 +36,20 @@ class Rank:
             os._exit(1)
         time.sleep(60)
 
+    def die_and_fail(self, dead: int) -> None:
+        """The dead rank's peer notices first, as in a collective."""
+        if self.rank == dead:
+            time.sleep(0.5)
+            os._exit(1)
+        raise ConnectionError("closed by peer")
+
     def environment(self) -> str:
         return os.environ["NRL_TEST"]
+
+
+class Broken(Rank):
+    def __init__(self, rank: int, folder: str):
+        raise ValueError("policy.model_name: got 'm'; no such model")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +104,29 @@ def test_a_dead_rank_ends_the_others(group: RayWorkerGroup, tmp_path: Path) -> N
     assert ends_within(tmp_path, 10)
     with pytest.raises(WorkerGroupError, match="the ranks have ended"):
         group.run("environment", timeout_s=1)
+
+
+def test_the_rank_that_died_is_named_and_not_the_one_that_noticed(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerGroupError) as caught:
+        group.run("die_and_fail", timeout_s=60, dead=1)
+    assert str(caught.value) == (
+        "ranks: rank 1 failed in die_and_fail, all ranks ended: its process has ended (killed, or out of memory); "
+        "its log is in the run folder"
+    )
+
+
+def test_a_constructor_that_raises_is_told_in_its_own_words(cluster: RayVirtualCluster, tmp_path: Path) -> None:
+    group = RayWorkerGroup(
+        name="ranks",
+        worker_class=Broken,
+        cluster=cluster,
+        env={},
+        make_kwargs=lambda rank: {"rank": rank, "folder": str(tmp_path)},
+    )
+    with pytest.raises(
+        WorkerGroupError, match=r"all ranks ended: ValueError: policy.model_name: got 'm'; no such model"
+    ):
+        group.ready(timeout_s=60)
 
 
 def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGroup, tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ class FakeGeneration(UpdatableGeneration):
         self.after_send: list[dict[str, str]] | None = None
         self.after_load: list[dict[str, str]] | None = None
         self.end_failure: Exception | None = None
+        self.failures: dict[str, Exception] = {}
+        """Of the next `begin` or `resume`."""
         self._num_new = num_engines
         self.free_bytes = 8 * GIB
         self.replaces_failed_engines = False
@@ -160,6 +162,8 @@ class FakeGeneration(UpdatableGeneration):
 
     def begin_weight_update(self, deadline: Deadline) -> None:
         self.events.append("begin")
+        if "begin" in self.failures:
+            raise self.failures.pop("begin")
 
     def end_weight_update(self, deadline: Deadline) -> None:
         self.events.append("end")
@@ -182,6 +186,8 @@ class FakeGeneration(UpdatableGeneration):
 
     def resume(self, deadline: Deadline) -> None:
         self.events.append("resume")
+        if "resume" in self.failures:
+            raise self.failures.pop("resume")
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
         raise AssertionError
@@ -564,12 +570,35 @@ def test_failed_engines_are_replaced_and_all_is_sent_again(
     policy.failures = [failure]
     synchronizer.sync_weights()
     failed = ["engine 0", "engine 1"] if isinstance(failure, TransferError) else ["engine 1"]
-    recovery = [*(f"quarantine {name}" for name in failed), f"replace {len(failed)}", "connect [1, 1]"]
+    recovery = [*(f"quarantine {name}" for name in failed), "end", f"replace {len(failed)}", "connect [1, 1]"]
     again = ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
-    assert events == ["pause", "begin", "send", "end", *recovery, *again]
+    assert events == ["pause", "begin", "send", *recovery, *again]
     assert not synchronizer.is_stale
     assert synchronizer.version == 2
     assert synchronizer.metrics()["refit/recoveries"] == 1
+
+
+def test_an_engine_that_refuses_to_begin_leaves_no_session_open_on_the_others(
+    policy: FakePolicy, tolerant: FakeGeneration, events: list[str]
+) -> None:
+    synchronizer = make(policy, tolerant)
+    synchronizer.sync_weights()
+    events.clear()
+    tolerant.failures = {"begin": EnginesFailedError({"engine 1": "no"})}
+    synchronizer.sync_weights()
+    assert events[:5] == ["pause", "begin", "quarantine engine 1", "end", "replace 1"]
+    assert synchronizer.version == 2
+
+
+def test_the_version_moves_when_every_engine_serves_and_not_before(
+    policy: FakePolicy, generation: FakeGeneration
+) -> None:
+    synchronizer = make(policy, generation)
+    generation.failures = {"resume": EnginesFailedError({"engine 1": "stays paused"})}
+    with pytest.raises(EnginesFailedError, match="stays paused"):
+        synchronizer.sync_weights()
+    assert synchronizer.version == 0
+    assert synchronizer.is_stale
 
 
 def test_a_failure_that_no_engine_caused_ends_the_run(policy: FakePolicy, tolerant: FakeGeneration) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from nemo_rl.distributed.worker_group import why_ended
+
 
 def gather_answers(calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
     """Wait for all calls, at most `timeout_s`.
@@ -25,7 +27,7 @@ def gather_answers(calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str
         try:
             values[name] = ray.get(reference)
         except RayActorError as error:
-            faults[name] = f"its process has ended: {error}"
+            faults[name] = why_ended(error)
         except RayTaskError as error:
             faults[name] = str(error.cause)
         except RayError as error:

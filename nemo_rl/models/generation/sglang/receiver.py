@@ -4,10 +4,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.weight_transfer.buckets import BucketHeader
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec
+from nemo_rl.distributed.worker_group import why_ended
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def _plain_future(reference: Any) -> Future[None]:
         error = done.exception()
         if error is None:
             plain.set_result(None)
+        elif isinstance(error, RayActorError):
+            plain.set_exception(RuntimeError(why_ended(error)))
         else:
             plain.set_exception(error.cause if isinstance(error, RayTaskError) else error)
 
