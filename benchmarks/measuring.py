@@ -38,9 +38,17 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     path = "this"
     bucket_bytes: int | None = None
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._kept: dict[int, FlatBuffers] = {}
+
     def choose(self, path: str, bucket_bytes: int | None) -> None:
         """Of the refits from now on; bucket_bytes None: as the caller of the refit says."""
+        if self._buffers is not None and self.bucket_bytes is not None:
+            self._kept[self.bucket_bytes] = self._buffers
         self.path, self.bucket_bytes = path, bucket_bytes
+        # A run has one size and uses its memory again.
+        self._buffers = None if bucket_bytes is None else self._kept.get(bucket_bytes)
 
     def update_weights_to_sglang_distributed(
         self, *, rollout_engines: Sequence[Receiver], buffer_size_bytes: int, **others: Any
@@ -134,7 +142,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     def _full_tensors(self) -> Iterator[NamedTensor]:
         """Every tensor on every rank, one gather each."""
         plan = self.export_plan
-        state = {clean_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
+        state = {clean_name(name): value for name, value in self.model.state_dict().items()}
         for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True):
             dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
             with torch.no_grad():

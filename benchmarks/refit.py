@@ -5,7 +5,7 @@
 
 In one run, each figure a median of five: (a) one raw broadcast of as many bytes over the weight-update group; (b) the usual
 path: a gather to all ranks and a broadcast per tensor, an announcement per bucket, one thing after the other; (c) this
-path at several bucket sizes; (d) the gathers alone; (e) the engine's loading alone. (b) and (c) are whole refits as the
+path at several bucket sizes; (d) the gathers alone; (e) the engine alone: told, loading, answering, without (a). (b) and (c) are whole refits as the
 loop makes them, from the pause to the resume, without the proof. Then weights are moved, sent, and every checksum of the
 engines is compared with those after a load of the trainer's exported folder. Writes a table, refit.json, refit.png and
 trace.json.
@@ -118,7 +118,10 @@ class Bench:
             "raw_s": [whole_s for whole_s, _ in timed["raw"]],
             "usual_s": [whole_s for whole_s, _ in timed["usual"]],
             "gather_s": [whole_s for whole_s, _ in timed["gather"]],
-            "load_s": [busy_s(spans, "load") for _, spans in timed["serial"]],
+            # Told, received, loaded, answered, with nothing beside it; less the wire.
+            "load_s": [
+                engine_s(spans) - raw_s for (_, spans), (raw_s, _) in zip(timed["serial"], timed["raw"], strict=True)
+            ],
             "serial_s": [whole_s for whole_s, _ in timed["serial"]],
         }
         medians = {name: median(seconds) for name, seconds in series.items()}
@@ -220,6 +223,11 @@ def mean_phases(measured: list[Measured]) -> dict[str, float]:
     phases = {lane: sum(busy_s(spans, lane) for _, spans in measured) / len(measured) for lane in LANES}
     idle_s = [whole_s - busy_s(spans) for whole_s, spans in measured]
     return phases | {"session": sum(idle_s) / len(idle_s)}
+
+
+def engine_s(spans: tuple[Span, ...]) -> float:
+    """Seconds in which an engine had something to do, or was being told."""
+    return busy_s(span for span in spans if span.lane != "gather")
 
 
 def middle(measured: list[Measured]) -> Measured:

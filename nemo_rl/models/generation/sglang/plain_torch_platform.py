@@ -1,5 +1,6 @@
 """The SGLang platform for CPUs without SGLang's own CPU kernels."""
 
+import gc
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+    def empty_cache(self) -> None:
+        """Young objects alone: a pass over all that a server has imported takes 0.7 s of every flush."""
+        gc.collect(1)
 
     def init_backend(self) -> None:
         """Put the batched decode behind the name `torch_native`, which SGLang's own checks know."""
