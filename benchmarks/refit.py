@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for refit.json, refit.png and trace.json")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def make_folder(folder: Path) -> Path:

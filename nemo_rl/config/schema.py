@@ -213,7 +213,7 @@ class PolicyConfig(Section):
     dtensor_cfg: DTensorConfig = DTensorConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
     refit_buffer_size_gb: Annotated[float, Field(gt=0.0, le=1024.0)] | None = None
-    """Bucket size of the refit; null: computed once on the driver from free memory."""
+    """Bucket size of the refit; null: computed once from what trainer and engines have free, at most 2 GiB."""
     generation: GenerationConfig
 
 
