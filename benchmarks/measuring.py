@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.buckets import (
     BucketHeader,
     FlatBuffers,
@@ -21,6 +20,7 @@ from nemo_rl.distributed.weight_transfer.buckets import (
 )
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
 from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.config.errors import ConfigError, refusal
-from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
+from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import LANES, busy_s
 from nemo_rl.models.generation.interfaces import EnginesFailedError, UpdatableGeneration
 from nemo_rl.models.policy.interfaces import PolicyInterface

@@ -13,7 +13,7 @@ from unittest import mock
 import psutil
 from fault_proxy import EngineFault, FaultProxy
 
-from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
+from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.models.generation.sglang import sglang_worker
 from nemo_rl.models.generation.sglang.http_client import EngineClient
 from nemo_rl.models.generation.sglang.server_args import build_command

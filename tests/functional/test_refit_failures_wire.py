@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.distributed.weight_transfer.broadcast import BucketSender
 from nemo_rl.distributed.weight_transfer.buckets import (
     BucketHeader,
     NamedTensor,
@@ -27,6 +26,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
+from nemo_rl.distributed.weight_transfer.sender import BucketSender
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 
 logger = logging.getLogger(__name__)

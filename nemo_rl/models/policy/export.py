@@ -1,35 +1,26 @@
 """The whole model out of its shards, one tensor at a time, under the names that checkpoints use."""
 
-import copy
 import re
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from nemo_rl.distributed.weight_transfer.buckets import BucketLayout, FlatBuffers, NamedTensor, bucket_layouts
+from nemo_rl.distributed.weight_transfer.buckets import BucketLayout, FlatBuffers, NamedTensor
 from nemo_rl.distributed.weight_transfer.errors import ManifestError
 from nemo_rl.distributed.weight_transfer.manifest import TensorSpec, listed
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
-from nemo_rl.models.model_source import PROCESSOR_FILES
 from nemo_rl.models.policy.conversions import TensorGroup
 from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.gather import Gather, gather_to_rank0
 
 WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module)\.")
 """What torch.compile, activation checkpointing and data parallelism put into names."""
-
-
-EXPORT_BUCKET_BYTES = 2**28
-"""Gathered at once for a folder on disk."""
 
 
 def clean_name(name: str) -> str:
@@ -79,12 +70,12 @@ def dtensor_params_generator(
         raise maker.failure
 
 
-def is_rank0() -> bool:
+def _is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _memory(layout: BucketLayout, buffers: FlatBuffers | None, device: torch.device) -> torch.Tensor:
-    if not is_rank0():
+    if not _is_rank0():
         return torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
     return torch.empty(layout.num_bytes, dtype=torch.uint8, device=device) if buffers is None else buffers.next()
 
@@ -97,7 +88,7 @@ class _BucketMaker:
     ) -> None:
         self.failure: Exception | None = None
         """What went wrong on rank 0; it gathers on without making anything."""
-        self._is_rank0 = is_rank0()
+        self._is_rank0 = _is_rank0()
         self._state = state
         self._twin = plan.twin
         self._device = device
@@ -211,41 +202,3 @@ def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan:
             f"{type(model).__name__} has changed since set-up: gone are {listed(sorted(planned - held)) or 'none'}; "
             f"new are {listed(sorted(held - planned)) or 'none'}"
         )
-
-
-@torch.no_grad()
-def export_hf(
-    model: PreTrainedModel, plan: ExportPlan, tokenizer: PreTrainedTokenizerBase | None, folder: str, dtype: torch.dtype
-) -> None:
-    """Write model, config, generation config and tokenizer as a Hugging Face folder. Collective; rank 0 writes.
-
-    Weights are written as the plan has them, `dtype` goes into the config; nothing is written until all are gathered.
-    """
-    is_writer = dist.get_rank() == 0
-    weights: dict[str, torch.Tensor] = {}
-    layouts = bucket_layouts(plan.manifest, EXPORT_BUCKET_BYTES)
-    for name, tensor in dtensor_params_generator(model, plan, layouts=layouts):
-        if is_writer:
-            # A copy of its own: the parts of a bucket share a storage, which safetensors refuses.
-            weights[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)
-    if not is_writer:
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    for file in Path(folder).glob("*.safetensors"):
-        file.chmod(0o644)  # safetensors writes for the owner alone; who serves the model may be another user
-    config = copy.deepcopy(model.config)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        if part is not None:  # engines go by the text part of a vision-language model
-            part.dtype = dtype
-    config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def copy_processor(source: str, folder: str) -> None:
-    """Copy what turns pictures into tokens, where the model has it."""
-    for name in PROCESSOR_FILES:
-        if (Path(source) / name).is_file():
-            shutil.copy(Path(source) / name, folder)

@@ -9,8 +9,8 @@ import torch
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.weight_transfer.sender import RefitStats
 
 LossFunction = Callable[[torch.Tensor, BatchedDataDict, "LossNormalizer"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs `[batch, seq - 1]` float32 with gradient, micro-batch, normalizer) -> (loss, metrics).

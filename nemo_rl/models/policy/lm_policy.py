@@ -9,9 +9,9 @@ from typing import Any
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.preflight import shared_environment
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.worker_group import RayWorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2

@@ -11,9 +11,9 @@ import torch
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.schema import PolicyConfig, RefitConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.weight_transfer.broadcast import RefitStats
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFacts
+from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Span
 from nemo_rl.models.generation.interfaces import (
     EnginesFailedError,

@@ -15,11 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.gpus import assigned_gpus, own_gpu
-from nemo_rl.distributed.weight_transfer.broadcast import (
-    BucketSender,
-    RefitStats,
-    broadcast_hf_buckets_via_distributed_impl,
-)
+from nemo_rl.distributed.weight_transfer.broadcast import broadcast_hf_buckets_via_distributed_impl
 from nemo_rl.distributed.weight_transfer.buckets import (
     BucketLayout,
     FlatBuffers,
@@ -35,8 +31,10 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
+from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
-from nemo_rl.models.policy.export import clean_name, copy_processor, dtensor_params_generator, export_hf
+from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.hf_folder import copy_processor, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gloo_engine import GlooEngine, PerTensorEngine, manifest_of
 
-from nemo_rl.distributed.weight_transfer.broadcast import BucketSender, broadcast_hf_buckets_via_distributed_impl
+from nemo_rl.distributed.weight_transfer.broadcast import broadcast_hf_buckets_via_distributed_impl
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
@@ -19,6 +19,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
+from nemo_rl.distributed.weight_transfer.sender import BucketSender
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:

@@ -12,7 +12,6 @@ import torch
 from gloo_engine import GlooEngine, manifest_of
 from gloo_process import GlooProcess, die, sockets_and_threads
 
-from nemo_rl.distributed.weight_transfer.broadcast import BucketSender
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
@@ -22,6 +21,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
+from nemo_rl.distributed.weight_transfer.sender import BucketSender
 
 NUM_VALUES = 300_000
 """More than the kernel's socket buffers take: a send that nobody receives stays under way."""

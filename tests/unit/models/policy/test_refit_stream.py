@@ -14,12 +14,13 @@ from gloo_engine import GlooEngine
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from nemo_rl.distributed.weight_transfer.broadcast import BucketSender, broadcast_hf_buckets_via_distributed_impl
+from nemo_rl.distributed.weight_transfer.broadcast import broadcast_hf_buckets_via_distributed_impl
 from nemo_rl.distributed.weight_transfer.buckets import FlatBuffers, bucket_layouts, iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.rank_exchange import RankExchange
 from nemo_rl.distributed.weight_transfer.rollout_engines import connect_rollout_engines_from_distributed
+from nemo_rl.distributed.weight_transfer.sender import BucketSender
 from nemo_rl.distributed.weight_transfer.timeline import Span, Timeline
 from nemo_rl.models.policy import gather
 from nemo_rl.models.policy.conversions import TensorGroup

@@ -1,0 +1,231 @@
+"""The sender's end of the wire: one bucket at a time to every engine, and all that an engine may do to it."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+
+from nemo_rl.distributed.weight_transfer.buckets import BucketHeader, NamedTensor, flatten_bucket, make_header
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFacts
+from nemo_rl.distributed.weight_transfer.manifest import Manifest
+from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
+from nemo_rl.distributed.weight_transfer.rollout_engines import abandon
+from nemo_rl.distributed.weight_transfer.timeline import Span, Timeline
+
+_REFUSE_S = 0.2
+"""For an engine to refuse a group's first bucket before NCCL makes its communicator (see `WeightUpdateGroup`)."""
+_SAY_WHY_S = 2.0
+"""For an engine to say why its connection broke."""
+_ARRIVE_S = 60.0
+"""Between an engine's answer and the arrival on its device: NCCL's is no more than the rest of one bucket."""
+
+
+@dataclass(frozen=True)
+class RefitStats:
+    """What one refit sent."""
+
+    num_bytes: int = 0
+    num_tensors: int = 0
+    num_buckets: int = 0
+    spans: tuple[Span, ...] = ()
+    """On trainer rank 0 alone."""
+
+
+@dataclass(frozen=True)
+class PreparedBucket:
+    """All that is left to do is to send it."""
+
+    header: BucketHeader
+    payload: list[torch.Tensor]
+    num_bytes: int
+    ready: torch.cuda.Event | None
+    """What the current stream has done when the bucket is complete; None on the CPU."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """One bucket that engines were told of, and their answers."""
+
+    header: BucketHeader
+    answers: dict[Future[None], Receiver]
+
+    def pending(self) -> list[Future[None]]:
+        return [answer for answer in self.answers if not answer.done()]
+
+
+class BucketSender:
+    """Sends what the manifest holds, bucket by bucket, to every engine of one weight-update group.
+
+    A bucket is announced as soon as the one before has been received, while engines load that one; so the answers to two
+    may be outstanding.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Receiver],
+        group: WeightUpdateGroup,
+        manifest: Manifest,
+        deadline: Deadline,
+        timeline: Timeline | None = None,
+    ):
+        self._engines = engines
+        self._group = group
+        self._manifest = manifest
+        self._sent: list[str] = []
+        self._deadline = deadline
+        self._flattened = all(engine.takes_flattened for engine in engines)
+        self._outstanding: list[_Announcement] = []
+        self._abandoned = False
+        self._num_prepared = 0
+        self._timeline = timeline or Timeline(torch.device("cpu"))
+        self.announced: tuple[str, ...] = ()
+        """Names of the engines that may hold new weights: all, once a bucket has been announced."""
+        self.stats = RefitStats()
+
+    def prepare(self, bucket: list[NamedTensor]) -> PreparedBucket:
+        """What can be done while the bucket before is under way.
+
+        Raises:
+            ManifestError: the bucket is not what was planned.
+        """
+        for name, tensor in bucket:
+            self._manifest.check(name, tensor)
+        header = make_header(self._num_prepared, bucket, flattened=self._flattened)
+        self._num_prepared += 1
+        payload = [flatten_bucket(bucket)] if self._flattened else [tensor for _, tensor in bucket]
+        ready = None
+        if payload[0].is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        return PreparedBucket(header, payload, sum(tensor.nbytes for tensor in payload), ready)
+
+    def send(self, bucket: PreparedBucket) -> None:
+        """Announce and broadcast; return when every engine has the bytes. Whether it loads them is heard later.
+
+        Raises:
+            TransferError: an engine refused a bucket, failed while loading one, or did not answer in time.
+        """
+        header = bucket.header
+        self._await(None, max_outstanding=1)
+        left_s = self._deadline.remaining_s()
+        if not left_s:
+            raise self._failure(header, f"{header.describe()}: not sent within {self._deadline.timeout_s:g} s")
+        start_s = self._timeline.now_s()
+        answers = self._announce(header, left_s)
+        if self._group.spec.backend == "nccl" and not self._group.has_sent:
+            wait(answers, timeout=_REFUSE_S, return_when=FIRST_EXCEPTION)
+            self._raise_refusal()
+        sent = self._group.send(bucket.payload, left_s + _ARRIVE_S, bucket.ready)
+        self._await((header, sent), max_outstanding=2)
+        end_s = self._timeline.now_s()
+        self._timeline.add("broadcast", header.index, start_s, end_s)
+        _when_all_done(answers, lambda: self._timeline.add("load", header.index, end_s, self._timeline.now_s()))
+        self._sent += header.names
+        self.stats = RefitStats(
+            num_bytes=self.stats.num_bytes + bucket.num_bytes,
+            num_tensors=self.stats.num_tensors + len(header.names),
+            num_buckets=self.stats.num_buckets + 1,
+        )
+
+    def finish(self) -> None:
+        """Return when every engine has loaded all that was sent.
+
+        Raises:
+            ManifestError: something planned has not been sent, or twice.
+            TransferError: as `send`.
+        """
+        self._await(None, max_outstanding=0)
+        self._manifest.check_complete(self._sent)
+
+    def spans(self) -> tuple[Span, ...]:
+        return self._timeline.spans()
+
+    def abandon(self) -> None:
+        """Nothing more will be sent: end the connections, so that no engine waits. Idempotent."""
+        if not self._abandoned:
+            self._abandoned = True
+            abandon(self._engines, self._group)
+
+    def _announce(self, header: BucketHeader, left_s: float) -> list[Future[None]]:
+        self.announced = tuple(engine.name for engine in self._engines)
+        answers = {engine.announce(header, self._group.spec.name, left_s): engine for engine in self._engines}
+        self._outstanding.append(_Announcement(header, answers))
+        return list(answers)
+
+    def _await(self, sending: tuple[BucketHeader, Future[None]] | None, max_outstanding: int) -> None:
+        """Wait for a broadcast to end, and until so many buckets at most are not loaded.
+
+        An engine that refuses before it has received leaves the broadcast without end: all is watched at once.
+        """
+        while True:
+            self._raise_refusal()
+            if sending is not None and sending[1].done():
+                self._raise_broken(*sending)
+                sending = None
+            self._outstanding = [announcement for announcement in self._outstanding if announcement.pending()]
+            if sending is None and len(self._outstanding) <= max_outstanding:
+                return
+            answers = [answer for announcement in self._outstanding for answer in announcement.pending()]
+            limit_s = self._deadline.remaining_s()
+            done, _ = wait(
+                [*answers, sending[1]] if sending is not None else answers,
+                timeout=limit_s if answers else min(_ARRIVE_S, limit_s),
+                return_when=FIRST_COMPLETED,
+            )
+            if not done:
+                self._raise_late(sending)
+
+    def _raise_refusal(self) -> None:
+        for announcement in self._outstanding:
+            for future, engine in announcement.answers.items():
+                if future.done() and (error := future.exception()) is not None:
+                    what = f"{engine.name} failed at {announcement.header.describe()}: {error}"
+                    raise self._failure(announcement.header, what, engine.name, str(error)) from error
+
+    def _raise_broken(self, header: BucketHeader, sent: Future[None]) -> None:
+        """If the broadcast broke off; an engine may say why."""
+        if (error := sent.exception()) is None:
+            return
+        answers = [answer for announcement in self._outstanding for answer in announcement.pending()]
+        wait(answers, timeout=min(_SAY_WHY_S, self._deadline.remaining_s()), return_when=FIRST_EXCEPTION)
+        self._raise_refusal()
+        raise self._failure(header, f"the broadcast of {header.describe()} broke off: {error}") from error
+
+    def _raise_late(self, sending: tuple[BucketHeader, Future[None]] | None) -> None:
+        for announcement in self._outstanding:
+            header, late = announcement.header, [announcement.answers[answer].name for answer in announcement.pending()]
+            if late:
+                what = f"{', '.join(late)} did not answer for {header.describe()} within {self._deadline.timeout_s:g} s"
+                raise self._failure(header, what, late[0] if len(late) == 1 else None)
+        if sending is not None:
+            header = sending[0]
+            what = f"every engine says that it has loaded {header.describe()}, yet the broadcast is not done"
+            raise self._failure(header, what)
+
+    def _failure(
+        self, header: BucketHeader, what: str, engine: str | None = None, engine_text: str | None = None
+    ) -> TransferError:
+        tensors = (header.names[0], header.names[-1])
+        facts = TransferFacts(engine=engine, bucket=header.index, tensors=tensors, engine_text=engine_text)
+        return TransferError(what, facts).touching(self.announced)
+
+
+def _when_all_done(answers: Sequence[Future[None]], action: Callable[[], None]) -> None:
+    """Call `action` once, on the thread that sees the last answer."""
+    left = len(answers)
+    lock = Lock()
+
+    def count(_: Future[None]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            action()
+
+    for answer in answers:
+        answer.add_done_callback(count)
