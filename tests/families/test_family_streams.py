@@ -54,7 +54,7 @@ def two_ranks(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_the_stream_of_two_ranks_is_the_file_on_both() -> None:
+def test_the_stream_of_two_ranks_is_the_file() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(two_ranks, (folder,), nprocs=2)
         for architecture in TWO_RANKS:

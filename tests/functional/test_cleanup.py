@@ -85,7 +85,7 @@ def test_whatever_ends_a_run_leaves_nothing_and_the_next_starts_at_once(ray_addr
             way.end(run)
             assert run.process.wait(timeout=60) == way.exit_code, run.errors()[-3000:]
         ended, ended_s = run, time.monotonic()
-        assert (re.search(r"Error: engine 0 at http", run.errors()) is not None) == (way.exit_code == 1)
+        assert (re.search(r"the run has ended: .*engine 0 at http", run.errors()) is not None) == (way.exit_code == 1)
     run.assert_gone(ended_s)
     assert_all_slots_are_free(time.monotonic() + GONE_WITHIN_S)
 

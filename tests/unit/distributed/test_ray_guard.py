@@ -19,7 +19,7 @@ with guarded():
     daemon = subprocess.Popen(DAEMON, stdout=subprocess.PIPE, text=True)
 time.sleep(2)
 print(other.pid, daemon.pid, daemon.stdout.readline(), flush=True)
-if sys.argv[1] == "end_daemon":
+if sys.stdin.readline().strip() == "end_daemon":
     daemon.kill()
     daemon.wait()
 time.sleep(600)
@@ -29,8 +29,11 @@ time.sleep(600)
 @pytest.fixture
 def driver(request: pytest.FixtureRequest) -> Iterator[tuple[psutil.Popen, list[psutil.Process]]]:
     """The driver; its unguarded child, the guarded one, and the child of that."""
-    process = psutil.Popen([sys.executable, "-c", DRIVER, request.param], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = psutil.Popen([sys.executable, "-c", DRIVER], text=True, **pipes)
     family = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    process.stdin.write(f"{request.param}\n")
+    process.stdin.flush()
     yield process, family
     for left in (process, *family):
         try:

@@ -136,5 +136,5 @@ def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGrou
 
 
 def test_more_slots_than_the_cluster_has(cluster: RayVirtualCluster) -> None:
-    with pytest.raises(TimeoutError, match="too many: asked 2 x 64 CPU, free"):
+    with pytest.raises(TimeoutError, match="too many: asked 128 CPU in 2 bundles, free"):
         RayVirtualCluster(name="too many", slots=[64] * 2, device="cpu", timeout_s=1.0)
