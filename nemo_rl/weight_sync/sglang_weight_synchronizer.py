@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_RATIO_VARIABLE = "NRL_REFIT_BUFFER_MEMORY_RATIO"
 _DEFAULT_MEMORY_RATIO = 0.3
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 1.0
 """A part of the 5 s after the deadline within which a refit must have failed."""
 _ACTOR_START_S = 120.0
 """For an engine's process and its imports, before its server starts."""

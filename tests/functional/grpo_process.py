@@ -1,6 +1,7 @@
 """The real command as a process: start it, wait for a step, find everything that belongs to it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,8 @@ class GrpoProcess:
                 text=True,
                 env={**os.environ, **environment, MARK: mark},
                 start_new_session=True,
+                # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self) -> Self:

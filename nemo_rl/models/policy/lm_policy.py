@@ -18,7 +18,7 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicy
 
 _STEP_TIMEOUT_S = 3600.0
 """A training step, a forward pass, an export: beyond it a rank is taken for dead."""
-_ANSWER_S = 4.5
+_ANSWER_S = 3.5
 """Between the ranks' deadline and the end of ranks that did not answer: more than they wait for one another beyond it,
 and less than the 5 s within which a refit must have failed."""
 
