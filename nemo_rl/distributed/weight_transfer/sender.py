@@ -162,11 +162,13 @@ class BucketSender:
         An engine that refuses before it has received leaves the broadcast without end: all is watched at once.
         """
         while True:
+            # Looked at before refusals are: an answer that fails in between is heard now or in the next round.
+            outstanding = [announcement for announcement in self._outstanding if announcement.pending()]
             self._raise_refusal()
+            self._outstanding = outstanding
             if sending is not None and sending[1].done():
                 self._raise_broken(*sending)
                 sending = None
-            self._outstanding = [announcement for announcement in self._outstanding if announcement.pending()]
             if sending is None and len(self._outstanding) <= max_outstanding:
                 return
             answers = [answer for announcement in self._outstanding for answer in announcement.pending()]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from gloo_engine import GlooEngine, PerTensorEngine, manifest_of
 
 from nemo_rl.distributed.weight_transfer.broadcast import broadcast_hf_buckets_via_distributed_impl
-from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
+from nemo_rl.distributed.weight_transfer.buckets import BucketHeader, iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
@@ -113,6 +114,30 @@ def test_a_bucket_refused_before_it_is_received_does_not_hold_the_sender() -> No
     with pytest.raises(TransferError, match=r"engine 0 failed at bucket 2 \(.*\): Unaligned received tensor"):
         send_all([engine], group, 100)
     assert time.monotonic() - start_s < 5.0
+    group.close()
+
+
+class FailsWhenLookedAt(Future[None]):
+    """Not done at the first look, failed at the second."""
+
+    def done(self) -> bool:
+        is_done = super().done()
+        if not is_done:
+            self.set_exception(RuntimeError("no memory to load it"))
+        return is_done
+
+
+class LateEngine(GlooEngine):
+    def announce(self, header: BucketHeader, group_name: str, timeout_s: float) -> Future[None]:
+        super().announce(header, group_name, timeout_s)
+        return FailsWhenLookedAt()
+
+
+def test_a_failure_between_two_looks_at_an_answer_is_heard() -> None:
+    engine = LateEngine("engine 0")
+    group = connect([engine])
+    with pytest.raises(TransferError, match=r"engine 0 failed at bucket 0 \(.*\): no memory to load it"):
+        send_all([engine], group, 10_000)
     group.close()
 
 
