@@ -18,7 +18,7 @@ from nemo_rl.distributed.weight_transfer.buckets import (
     iter_named_tensor_buckets,
     make_header,
 )
-from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
+from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup, event_now
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
@@ -105,7 +105,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         answers = [engine.announce(header, self._update_group.spec.name, TIMEOUT_S) for engine in rollout_engines]
         start_s = 0.0
         for index, (_, tensor) in enumerate(bucket):
-            self._update_group.send([tensor], TIMEOUT_S, self._event()).result()
+            self._update_group.send([tensor], TIMEOUT_S, event_now(tensor)).result()
             start_s = time.perf_counter() if index == 0 else start_s
         seconds = time.perf_counter() - start_s
         for answer in answers:
@@ -143,7 +143,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         """Every tensor on every rank, one gather each."""
         plan = self.export_plan
         state = {clean_name(name): value for name, value in self.model.state_dict().items()}
-        for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True):
+        for group, specs in plan.parts():
             dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
             with torch.no_grad():
                 whole = {name: _full_tensor(state[name].to(dtype)) for name in group.sources}
@@ -151,13 +151,6 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
             for spec in specs:
                 tensor = made[spec.name].transpose(-1, -2) if spec.transposed else made[spec.name]
                 yield spec.name, tensor.to(spec.dtype).contiguous()
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -190,11 +183,7 @@ def _send(
     """Announce, broadcast, wait until it is loaded."""
     start_s = timeline.now_s()
     answers = [engine.announce(header, group.spec.name, TIMEOUT_S) for engine in engines]
-    ready = None
-    if payload[0].is_cuda:
-        ready = torch.cuda.Event()
-        ready.record()
-    group.send(payload, TIMEOUT_S, ready).result()
+    group.send(payload, TIMEOUT_S, event_now(payload[0])).result()
     sent_s = timeline.now_s()
     for answer in answers:
         answer.result()

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from measuring import MeasuringWorker
 from presets import PRESETS, write_model
 from report import Report, describe_machine, write_report
@@ -29,6 +30,7 @@ from nemo_rl.algorithms.grpo import Participants
 from nemo_rl.config.loader import load_config_or_exit
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
+from nemo_rl.distributed.weight_transfer.process_group import default_backend
 from nemo_rl.distributed.weight_transfer.timeline import LANES, Span, busy_s
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -56,14 +58,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=make_folder(arguments.output), prefix="model-") as scratch:
         config = make_config(arguments, Path(scratch))
         configure_logging()
+        inputs = prepare_inputs(config)
         folder = make_run_folder(config.logger.log_dir)
         with (
             MetricsLogger(folder.path, num_steps=1, tensorboard=False) as metrics,
-            start_participants(config, prepare_inputs(config), folder, metrics, MeasuringWorker) as run,
+            start_participants(config, inputs, folder, metrics, MeasuringWorker) as run,
         ):
             run.synchronizer.init_communicator()
             run.synchronizer.sync_weights()
-            bench = Bench(config, run, arguments.repeats)
+            bench = Bench(config, inputs.device, run, arguments.repeats)
             report = {"preset": arguments.preset or config.policy.model_name} | bench.measure() | bench.prove(folder)
     write_report(report, arguments.output)
 
@@ -96,11 +99,11 @@ def make_config(arguments: argparse.Namespace, scratch: Path) -> MasterConfig:
 
 
 class Bench:
-    def __init__(self, config: MasterConfig, run: Participants, repeats: int) -> None:
+    def __init__(self, config: MasterConfig, device: str, run: Participants, repeats: int) -> None:
         assert isinstance(run.policy, Policy)
         assert isinstance(run.generation, SGLangGeneration)
         assert isinstance(run.synchronizer, SGLangDisaggregatedWeightSynchronizer)
-        self.config, self.repeats = config, repeats
+        self.config, self.device, self.repeats = config, device, repeats
         self.policy, self.generation, self.synchronizer = run.policy, run.generation, run.synchronizer
 
     def measure(self) -> Report:
@@ -180,7 +183,7 @@ class Bench:
 
     def backend(self) -> str:
         configured = self.config.policy.generation.sglang_cfg.sglang_server_config.weight_update_backend
-        return configured or ("gloo" if self.config.cluster.device == "cpu" else "nccl")
+        return configured or default_backend(torch.device(self.device))
 
     def prove(self, folder: RunFolder) -> Report:
         """Other weights, a refit, and the engines' checksums against those after they have loaded the export."""

@@ -68,7 +68,7 @@ def _walk(bucket_iterator: Iterable[list[NamedTensor]], sender: BucketSender | N
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit") as pool:
         try:
             failure = _send_beside(bucket_iterator, sender, pool)
-        except Exception:  # whatever it is, nothing may be left under way; it is raised again
+        except Exception:  # the pool would wait for a send that nobody ends; raised again
             sender.abandon()
             raise
     if failure is None:

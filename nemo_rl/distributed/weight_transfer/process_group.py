@@ -113,6 +113,15 @@ class WeightUpdateGroup:
             backend.abort()
 
 
+def event_now(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """For `WeightUpdateGroup.send`: what the current stream has done by now; None for a tensor on the CPU."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 

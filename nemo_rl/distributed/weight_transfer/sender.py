@@ -11,7 +11,7 @@ from nemo_rl.distributed.weight_transfer.buckets import BucketHeader, NamedTenso
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError, TransferFacts
 from nemo_rl.distributed.weight_transfer.manifest import Manifest
-from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
+from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup, event_now
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.rollout_engines import abandon
 from nemo_rl.distributed.weight_transfer.timeline import Span, Timeline
@@ -97,11 +97,7 @@ class BucketSender:
         header = make_header(self._num_prepared, bucket, flattened=self._flattened)
         self._num_prepared += 1
         payload = [flatten_bucket(bucket)] if self._flattened else [tensor for _, tensor in bucket]
-        ready = None
-        if payload[0].is_cuda:
-            ready = torch.cuda.Event()
-            ready.record()
-        return PreparedBucket(header, payload, sum(tensor.nbytes for tensor in payload), ready)
+        return PreparedBucket(header, payload, sum(tensor.nbytes for tensor in payload), event_now(payload[0]))
 
     def send(self, bucket: PreparedBucket) -> None:
         """Announce and broadcast; return when every engine has the bytes. Whether it loads them is heard later.

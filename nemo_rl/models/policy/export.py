@@ -93,7 +93,7 @@ class _BucketMaker:
         self._twin = plan.twin
         self._device = device
         self._negated = negated
-        self._due = deque(zip(plan.groups, plan.manifest.by_sources(), strict=True))
+        self._due = deque(plan.parts())
         self._message_bytes = max((spec.num_bytes for spec in plan.manifest.specs), default=0)
         self._converted: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
         """Of a group that goes on in the next bucket."""
@@ -190,7 +190,7 @@ def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan:
         )
     reshaped = [
         f"{group.sources[0]} {list(state[group.sources[0]].shape)}, {specs[0].describe()}"
-        for group, specs in zip(plan.groups, plan.manifest.by_sources(), strict=True)
+        for group, specs in plan.parts()
         if _is_plain(group, specs) and group.sources[0] in state and state[group.sources[0]].shape != specs[0].shape
     ]
     if reshaped:

@@ -5,7 +5,7 @@ reverses them; here that is asked of the meta twin once, and what comes out is c
 engines load the disk's names, shapes and layout and skip what they do not know.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,9 +40,13 @@ class ExportPlan:
     left_out: frozenset[str] = frozenset()
     """Sources of what is not sent."""
 
+    def parts(self) -> Iterator[tuple[TensorGroup, list[TensorSpec]]]:
+        """Each group with what it becomes, in the order of the manifest."""
+        return zip(self.groups, self.manifest.by_sources(), strict=True)
+
     def without(self, frozen: Collection[str]) -> "ExportPlan":
         """What is made of other parameters too, or of buffers; and what engines join with it, since half is not enough."""
-        pairs = list(zip(self.groups, self.manifest.by_sources(), strict=True))
+        pairs = list(self.parts())
         moves = [not set(group.sources) <= set(frozen) for group, _ in pairs]
         joins = {
             join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs
