@@ -102,6 +102,13 @@ def server_of(receiver: RayReceiver) -> psutil.Process:
     return server
 
 
+def stop_schedulers(receiver: RayReceiver) -> None:
+    schedulers = [p for p in server_of(receiver).children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
+    assert schedulers
+    for process in schedulers:
+        process.suspend()
+
+
 def label(generation: SGLangGeneration) -> None:
     """Let each engine report a version of its own: a sample then tells who made it."""
     for index, receiver in enumerate(generation.rollout_engines):
@@ -171,6 +178,8 @@ def test_killing_one_of_two_loses_no_sample_and_it_is_replaced(
     undisturbed = generation.generate(data, greedy=True)
     label(generation)
     first, second = generation.rollout_engines
+    # Whatever it is sent is then unfinished when it dies, however fast the machine.
+    stop_schedulers(first)
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
         pending = pool.submit(generation.generate, data, greedy=True)
         time.sleep(1.0)
@@ -181,7 +190,7 @@ def test_killing_one_of_two_loses_no_sample_and_it_is_replaced(
     assert batch["output_ids"].equal(undisturbed["output_ids"])
     assert batch["generation_lengths"].equal(undisturbed["generation_lengths"])
     assert (batch["logprobs"] - undisturbed["logprobs"]).abs().max() < 1e-3
-    assert Counter(batch["weight_version"])["of 1"] >= 8
+    assert set(batch["weight_version"]) == {"of 1"}
     assert list(generation.failed_engines) == [first.name]
     (name,) = generation.replace_failed(deadline())
     assert [receiver.name for receiver in generation.rollout_engines] == [second.name, name]
@@ -198,10 +207,7 @@ def test_an_engine_whose_scheduler_hangs_is_found_and_its_samples_come_from_the_
     generation: SGLangGeneration,
 ) -> None:
     _, second = generation.rollout_engines
-    schedulers = [p for p in server_of(second).children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
-    assert schedulers
-    for process in schedulers:
-        process.suspend()
+    stop_schedulers(second)
     batch = generation.generate(prompts(16), greedy=True)
     assert batch.size == 16
     assert list(generation.failed_engines) == [second.name]
