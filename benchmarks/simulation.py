@@ -16,6 +16,7 @@ class Constants:
     load_s_per_gb: float = 17.6e-3
     load_s_per_bucket: float = 4.3e-3
     """With the announcement and its answer."""
+    gather_s_per_tensor: float = 0.0
     gather_s_per_gb: float = 0.0
     """On top of the wire: copies into the flat buffer."""
     gather_s_per_bucket: float = 0.0
@@ -85,27 +86,28 @@ def make_buckets(
     """
     num_senders = min(num_senders, cluster.num_trainers, cluster.constants.gpus_per_node)
     num_buckets = math.ceil(model.total_gb / bucket_gb)
-    size_gb = model.total_gb / num_buckets
+    size_gb, num_tensors = model.total_gb / num_buckets, model.num_tensors / num_buckets
     bucket = Bucket(
-        gather_s(size_gb, cluster, num_senders),
+        gather_s(size_gb, num_tensors, cluster, num_senders),
         broadcast_s(size_gb, cluster, num_senders, shape),
-        load_s(size_gb, model.num_tensors / num_buckets, cluster.constants),
+        load_s(size_gb, num_tensors, cluster.constants),
     )
     return [bucket] * num_buckets
 
 
-def gather_s(size_gb: float, cluster: Cluster, num_senders: int) -> float:
+def gather_s(size_gb: float, num_tensors: float, cluster: Cluster, num_senders: int) -> float:
     """Seconds until `num_senders` ranks hold a bucket between them, each its share.
 
-    size / senders x (max(inside / node link, outside / network) + gather_s_per_gb) + gather_s_per_bucket, where inside
-    = (min(T, 8) - 1) / T and outside = (T - min(T, 8)) / T are the parts of a share that lie on the sender's own node
+    size / senders x (max(inside / node link, outside / network) + gather_s_per_gb) + tensors / senders x
+    gather_s_per_tensor + gather_s_per_bucket, where inside = (min(T, 8) - 1) / T and outside = (T - min(T, 8)) / T are the parts of a share that lie on the sender's own node
     and on others, for T trainer ranks. A sender receives and sends at once (full duplex).
     """
     constants, num_trainers = cluster.constants, cluster.num_trainers
     neighbours = min(num_trainers, constants.gpus_per_node)
     inside, outside = (neighbours - 1) / num_trainers, (num_trainers - neighbours) / num_trainers
     wire_s_per_gb = max(inside / constants.node_gb_per_s, outside / constants.network_gb_per_s)
-    return size_gb / num_senders * (wire_s_per_gb + constants.gather_s_per_gb) + constants.gather_s_per_bucket
+    per_sender_s = size_gb * (wire_s_per_gb + constants.gather_s_per_gb) + num_tensors * constants.gather_s_per_tensor
+    return per_sender_s / num_senders + constants.gather_s_per_bucket
 
 
 def broadcast_s(size_gb: float, cluster: Cluster, num_senders: int, shape: Shape) -> float:

@@ -1,14 +1,16 @@
 """The cost model of a refit: exact values, bounds and what reduces to what."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import cost_model
+import fit_constants
 import pytest
 import simulation
 from simulation import Bucket, Cluster, Constants, Model
 
-CONSTANTS = Constants(gather_s_per_bucket=1e-3, session_s=0.1)
+CONSTANTS = Constants(gather_s_per_tensor=2e-6, gather_s_per_bucket=1e-3, session_s=0.1)
 SMALL = Model("1 B", 1.0, 100)
 ONE_NODE = Cluster(4, 4, CONSTANTS)
 TWO_NODES = Cluster(8, 8, CONSTANTS)
@@ -69,10 +71,13 @@ def test_load_has_a_term_per_tensor_per_gb_and_per_bucket() -> None:
 
 
 def test_a_gather_takes_what_lies_elsewhere_over_the_slower_link() -> None:
-    assert simulation.gather_s(2.0, ONE_NODE, 1) == pytest.approx(2.0 * (3 / 4) / 350 + 1e-3)
-    assert simulation.gather_s(2.0, MANY_NODES, 1) == pytest.approx(2.0 * (504 / 512) / 50 + 1e-3)
-    assert simulation.gather_s(2.0, MANY_NODES, 8) == pytest.approx(2.0 * (504 / 512) / 50 / 8 + 1e-3)
-    assert simulation.gather_s(2.0, Cluster(1, 1, Constants()), 1) == 0
+    per_tensors_s = 100 * 2e-6
+    assert simulation.gather_s(2.0, 100, ONE_NODE, 1) == pytest.approx(2.0 * (3 / 4) / 350 + per_tensors_s + 1e-3)
+    assert simulation.gather_s(2.0, 100, MANY_NODES, 1) == pytest.approx(2.0 * (504 / 512) / 50 + per_tensors_s + 1e-3)
+    assert simulation.gather_s(2.0, 100, MANY_NODES, 8) == pytest.approx(
+        (2.0 * (504 / 512) / 50 + per_tensors_s) / 8 + 1e-3
+    )
+    assert simulation.gather_s(2.0, 100, Cluster(1, 1, Constants()), 1) == 0
 
 
 def test_a_broadcast_is_its_links_filled_and_then_the_slowest_of_them() -> None:
@@ -114,7 +119,7 @@ def test_a_model_that_has_no_room_is_not_given_a_figure() -> None:
 
 
 def test_a_session_is_paid_once_per_refit() -> None:
-    free = list(cost_model.refit_s(SMALL, Cluster(4, 4, Constants(gather_s_per_bucket=1e-3)), 0.5, 8))
+    free = list(cost_model.refit_s(SMALL, Cluster(4, 4, replace(CONSTANTS, session_s=0.0)), 0.5, 8))
     paid = list(cost_model.refit_s(SMALL, ONE_NODE, 0.5, 8))
     assert [b - a for a, b in zip(free, paid, strict=True)] == pytest.approx([0, 0, 0, 0.1, 0.1, 0.1, 0.1])
 
@@ -126,3 +131,46 @@ def test_measured_constants_take_the_place_of_published_ones(tmp_path: Path) -> 
     file.write_text(json.dumps({"load_s_per_gib": 0.01}))
     with pytest.raises(ValueError, match=r"--constants: got \['load_s_per_gib'\] in .*; allowed: load_s_per_tensor, "):
         cost_model.read_constants(file)
+
+
+def measured_run(num_tensors: int, num_gb: float, num_buckets: int, *, ranks: int = 1) -> dict[str, object]:
+    """As `refit.py` writes it, had its machine known constants."""
+    return {
+        "tensors": num_tensors,
+        "bytes": num_gb * 1e9,
+        "trainer_ranks": ranks,
+        "raw_s": num_gb / 200,
+        "gather_s": num_tensors * 3e-5 + num_gb * 2e-3 + num_buckets * 4e-3 + (9.0 if ranks > 1 else 0.0),
+        "load_s": num_tensors * 5e-5 + num_gb * 1e-3 + num_buckets * 2e-3,
+        "best_bucket_bytes": 7,
+        "refit": [
+            {"bucket_bytes": 7, "buckets": num_buckets, "phases": {"session": 0.03}},
+            {"bucket_bytes": 8, "buckets": 99, "phases": {"session": 5.0}},
+        ],
+    }
+
+
+def test_constants_are_found_again_in_runs_that_follow_them() -> None:
+    runs = [measured_run(*run) for run in ((300, 1.0, 1), (400, 8.0, 5), (400, 16.0, 20), (5000, 0.3, 5))]
+    runs.append(measured_run(400, 8.0, 5, ranks=2))
+    assert fit_constants.fit_constants(runs) == pytest.approx(
+        {
+            "gather_s_per_tensor": 3e-5,
+            "gather_s_per_gb": 2e-3,
+            "gather_s_per_bucket": 4e-3,
+            "load_s_per_tensor": 5e-5,
+            "load_s_per_gb": 1e-3,
+            "load_s_per_bucket": 2e-3,
+            "session_s": 0.03,
+            "node_gb_per_s": 200.0,
+        }
+    )
+    with pytest.raises(ValueError, match="one trainer rank"):
+        fit_constants.fit_constants(runs[-1:])
+
+
+def test_the_constants_in_the_documentation_are_those_of_its_runs() -> None:
+    folder = Path(__file__).parents[3] / "docs/measurements"
+    runs = [json.loads(file.read_text()) for file in sorted(folder.glob("two_h200_*.json"))]
+    published = json.loads((folder / "constants_two_h200.json").read_text())
+    assert published == pytest.approx(fit_constants.fit_constants(runs), rel=0.01)
