@@ -90,7 +90,7 @@ def _message(body: Any) -> str:
 
 def transport_error(engine: str, endpoint: str, timeout_s: float, error: httpx.HTTPError) -> EngineError:
     if isinstance(error, httpx.TimeoutException):
-        return EngineError(engine, endpoint, None, f"not within {timeout_s:g} s")
+        return EngineError(engine, endpoint, None, f"not within {round(timeout_s, 1):g} s")
     return EngineError(engine, endpoint, None, f"{type(error).__name__}: {error}")
 
 
