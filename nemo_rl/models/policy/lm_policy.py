@@ -33,6 +33,7 @@ class Policy(PolicyInterface):
         self.cfg = cfg
         self._worker_class = worker_class
         self._workers: RayWorkerGroup | None = None
+        self._cluster: RayVirtualCluster | None = None
         self._group_name = ""
 
     def launch(
@@ -46,6 +47,7 @@ class Policy(PolicyInterface):
         log_folder: Path,
     ) -> None:
         """Start one worker per bundle; returns at once."""
+        self._cluster = cluster
         address, port = cluster.reserve_rendezvous()
         self._workers = RayWorkerGroup(
             name="policy",
@@ -71,6 +73,8 @@ class Policy(PolicyInterface):
     def wait_ready(self) -> None:
         """Return when every rank holds its shard."""
         self.workers.ready(timeout_s=_STEP_TIMEOUT_S)
+        if self._cluster is not None:
+            self._cluster.release_rendezvous()
 
     @property
     def workers(self) -> RayWorkerGroup:
