@@ -53,12 +53,15 @@ def supervise(parent_pid: int, command: list[str], keys: dict[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix=PRIVATE_PREFIX, ignore_cleanup_errors=True) as folder:
         with KeyFile(Path(folder), keys) as key_file:
             server, output = _start([*command, "--config", str(key_file.path)], folder, keys)
-            while server.poll() is None and os.getppid() == parent_pid and not stop_requests:
-                key_file.hand_over()
-                time.sleep(POLL_INTERVAL_S)
-        if server.poll() is None:
-            _terminate(server)
-        _kill_descendants()
+            try:
+                while server.poll() is None and os.getppid() == parent_pid and not stop_requests:
+                    key_file.hand_over()
+                    time.sleep(POLL_INTERVAL_S)
+            finally:  # also when the file is gone, or cannot be opened
+                key_file.delete()
+                if server.poll() is None:
+                    _terminate(server)
+                _kill_descendants()
     output.join(OUTPUT_TIMEOUT_S)
     return server.wait()
 

@@ -6,6 +6,8 @@ import ray
 from nemo_rl.config.layout import Layout
 from nemo_rl.models.generation.sglang import engine_pool, server_supervisor
 from nemo_rl.models.generation.sglang.fleet import shared_host
+from nemo_rl.models.generation.sglang.server_process import PortTakenError, ServerStartError
+from nemo_rl.run import RUN_FAILURES
 
 CLEAN_UP_S = 20.0
 
@@ -28,3 +30,8 @@ def test_an_actor_that_does_not_listen_is_killed_early_enough_for_its_server_to_
         + server_supervisor.OUTPUT_TIMEOUT_S
     )
     assert engine_pool._SHUTDOWN_TIMEOUT_S + supervisor_s < CLEAN_UP_S
+
+
+@pytest.mark.parametrize("error", [ServerStartError, PortTakenError])
+def test_a_router_that_does_not_start_ends_the_run_with_its_log_and_no_traceback(error):
+    assert issubclass(error, RUN_FAILURES)
