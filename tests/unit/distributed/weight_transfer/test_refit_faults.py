@@ -283,6 +283,20 @@ def test_an_engine_that_is_killed_while_the_group_forms_leaves_the_others_free(
     send([healthy], connect([healthy]))
 
 
+class UnaskableEngine(GlooEngine):
+    def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:
+        raise RuntimeError("can't start new thread")
+
+
+def test_rank_0_that_fails_while_it_asks_frees_the_engines_that_it_has_asked() -> None:
+    asked = GlooEngine("asked")
+    with pytest.raises(TransferError, match="trainer rank 0 could not ask every engine to join: can't start") as caught:
+        connect([asked, UnaskableEngine("unasked")], timeout_s=60.0)
+    assert not wait(asked.calls, timeout=5.0).not_done
+    assert caught.value.engines_failed == ()
+    send([asked], connect([asked]))
+
+
 class LyingEngine(GlooEngine):
     def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:
         done: Future[None] = Future()
