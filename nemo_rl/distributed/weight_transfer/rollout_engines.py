@@ -60,8 +60,8 @@ def connect_rollout_engines_from_distributed(
     except Exception as error:  # raised below, once those that were asked are free
         _let_in(group, joins, {engine.name: counts[engine.name] for engine in joins.values()}, deadline)
         abandon(tuple(joins.values()), group)
-        refusal = TransferError(f"trainer rank 0 could not ask every engine to join: {error}")
-        raise _with_stuck(refusal, joins, deadline) from error
+        failure = TransferError(f"trainer rank 0 could not ask every engine to join: {error}")
+        raise _with_stuck(failure, joins, deadline) from error
     waits: list[Future[Any]] = [own, *joins]
     _, pending = wait(waits, timeout=deadline.remaining_s(), return_when=FIRST_EXCEPTION)
     refusal = _refusal(joins) or _own_failure(own)
