@@ -92,17 +92,15 @@ def test_checksums_of_all_ranks():
         assert fake.requests == [("/weights_checker", {"action": "checksum"})]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{"success": True}, "ok", [], {"ranks": None}, {"ranks": [{"success": True}]}, {"ranks": [{"checksums": ["a"]}]}],
-    ids=repr,
-)
-def test_a_success_without_what_was_asked_for_is_an_error_that_names_the_engine(body):
-    with FakeEngineServer({"/weights_checker": (200, body), "/openapi.json": (200, body)}) as fake:
-        with pytest.raises(EngineError, match=r"engine 4 .* /weights_checker: HTTP 200: unexpected answer: "):
-            _client(fake).checksums()
-        with pytest.raises(EngineError, match=r"engine 4 .* /openapi.json: HTTP 200: unexpected answer: "):
-            _ = _client(fake).capabilities
+def test_a_success_without_what_was_asked_for_is_an_error_that_names_the_engine():
+    ranks = [None, [{"success": True}], [{"checksums": ["a"]}]]
+    with FakeEngineServer() as fake:
+        for body in [{"success": True}, "ok", [], *({"ranks": value} for value in ranks)]:
+            fake.answers = {"/weights_checker": (200, body), "/openapi.json": (200, body)}
+            with pytest.raises(EngineError, match=r"engine 4 .* /weights_checker: HTTP 200: unexpected answer: "):
+                _client(fake).checksums()
+            with pytest.raises(EngineError, match=r"engine 4 .* /openapi.json: HTTP 200: unexpected answer: "):
+                _ = _client(fake).capabilities
 
 
 @pytest.mark.parametrize("text", [b"{", b"not json", b"\xff"])
