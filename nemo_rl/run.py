@@ -13,6 +13,7 @@ from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.worker_group import WorkerGroupError
 from nemo_rl.models.generation.interfaces import EnginesFailedError, ReplacementsUsedUpError
 from nemo_rl.models.generation.sglang.http_client import EngineError
+from nemo_rl.models.generation.sglang.server_process import ServerStartError
 from nemo_rl.setup import Inputs, start_participants
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.plot import plot_run
@@ -21,7 +22,15 @@ from nemo_rl.utils.seed import seed_everything
 
 logger = logging.getLogger(__name__)
 
-RUN_FAILURES = (WorkerGroupError, TransferError, EnginesFailedError, ReplacementsUsedUpError, EngineError, TimeoutError)
+RUN_FAILURES = (
+    WorkerGroupError,
+    TransferError,
+    EnginesFailedError,
+    ReplacementsUsedUpError,
+    EngineError,
+    ServerStartError,
+    TimeoutError,
+)
 """Something that the run needs has failed: their text says who, what and why, and a traceback would bury it."""
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.distributed.ray_guard import guarded
+from nemo_rl.utils.ports import ReservedPort
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,9 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         if address != "auto":
-            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+            socket.create_connection(
+                (host.removeprefix("[").removesuffix("]"), int(port)), timeout=_CONNECT_TIMEOUT_S
+            ).close()
     except (OSError, ValueError, OverflowError) as error:
         allowed = f"cannot be reached ({error}); allowed: auto, HOST:PORT of a running head node"
         raise ConfigError([refusal("RAY_ADDRESS", address, allowed)]) from error
@@ -94,6 +98,8 @@ class RayVirtualCluster:
         self.num_bundles = len(slots)
         self._device = device
         self._slots = slots
+        self._rendezvous: Any = None
+        """Actor that holds the port."""
         kind = "GPU" if device == "cuda" else "CPU"
         self._group: PlacementGroup = placement_group([{kind: number} for number in slots], name=name)
         if not self._group.wait(timeout_s):
@@ -114,14 +120,26 @@ class RayVirtualCluster:
         }
 
     def reserve_rendezvous(self) -> tuple[str, int]:
-        """Address of bundle 0's node and a port that is free there."""
-        probe = ray.remote(_free_address).options(**self.actor_options(0, {}))
-        address: tuple[str, int] = ray.get(probe.remote(), timeout=120.0)
+        """Address of bundle 0's node and a port there that nobody else gets until `release_rendezvous`."""
+        self.release_rendezvous()
+        actor_class: Any = ray.remote(_RendezvousPort)
+        # The bundle's slots are for who listens there.
+        self._rendezvous = actor_class.options(**self.actor_options(0, {}) | {"num_cpus": 0, "num_gpus": 0}).remote()
+        address: tuple[str, int] = ray.get(self._rendezvous.address.remote(), timeout=120.0)
         return address
 
+    def release_rendezvous(self) -> None:
+        """When somebody listens on the port. Idempotent."""
+        if self._rendezvous is not None:
+            ray.kill(self._rendezvous)
+            self._rendezvous = None
 
-def _free_address() -> tuple[str, int]:
-    address = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1]
+
+class _RendezvousPort:
+    """Holds a port of its node."""
+
+    def __init__(self) -> None:
+        self._port = ReservedPort(ray.util.get_node_ip_address())
+
+    def address(self) -> tuple[str, int]:
+        return self._port.address, self._port.number

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
@@ -77,7 +77,7 @@ class RayWorkerGroup:
 
     def _await(self, method: str, refs: list[Any], timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
-        failures: dict[int, Exception] = {}
+        failures: dict[int, RayError] = {}
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, end_s - time.monotonic()))
@@ -96,20 +96,21 @@ class RayWorkerGroup:
             )
         # When a rank dies, others that shared a collective with it fail first: the dead one is the reason.
         rank = next(
-            (rank for rank, error in failures.items() if isinstance(error, RayActorError)), next(iter(failures))
+            (rank for rank, error in failures.items() if not isinstance(error, RayTaskError)), next(iter(failures))
         )
         error = failures[rank]
-        if pending or isinstance(error, RayActorError):
+        if pending or not isinstance(error, RayTaskError):
             self.shutdown()
             raise WorkerGroupError(
                 f"{self.name}: rank {rank} failed in {method}, all ranks ended: {_plain(error)}"
             ) from error
         raise _cause(error)
 
-    def _failure_of(self, ref: Any) -> Exception | None:
+    def _failure_of(self, ref: Any) -> RayError | None:
+        """RayTaskError: what the rank raised. Anything else: it has ended, or its answer has; not all are RayActorErrors."""
         try:
             ray.get(ref, timeout=0)
-        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             return error
         return None
 
@@ -120,19 +121,22 @@ class RayWorkerGroup:
         self._workers = []
 
 
-def why_ended(error: RayActorError) -> str:
+def why_ended(error: RayError) -> str:
     """Why an actor does not answer, in one line; Ray takes a dozen."""
+    if not isinstance(error, RayActorError):
+        # Ray's memory monitor has killed it, or it could not be started.
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if error.actor_init_failed:
         return str(error).strip().splitlines()[-1]
     return "its process has ended (killed, or out of memory)"
 
 
-def _cause(error: Exception) -> Exception:
+def _cause(error: RayError) -> Exception:
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause if isinstance(cause, Exception) else error
 
 
-def _plain(error: Exception) -> str:
-    if isinstance(error, RayActorError):
+def _plain(error: RayError) -> str:
+    if not isinstance(error, RayTaskError):
         return f"{why_ended(error)}; its log is in the run folder"
     return f"{type(_cause(error)).__name__}: {_cause(error)}"

@@ -41,18 +41,18 @@ class RefitProof:
         """Before anything is sent. Returns whether negated weights are to be sent, and `check_reach` called, first."""
         if not self._proven and not self._from_disk:
             digests = self._digests(deadline)
-            _compare_each("as it started, compared with engine 0,", digests[:1] * len(digests), digests)
+            self._compare_each(f"as it started, compared with {self._names[0]},", digests[:1] * len(digests), digests)
             self._from_disk = digests[0]
         return not self._proven
 
     def check_reach(self, deadline: Deadline) -> None:
         """Raises TransferError with the engine tensors that the negated weights did not change."""
         old = self._from_disk
-        for index, new in enumerate(self._digests(deadline)):
+        for engine, new in zip(self._names, self._digests(deadline), strict=True):
             untouched = sorted(name for name in old if new.get(name) == old[name] and not self._is_constant(name))
             if untouched:
                 raise TransferError(
-                    f"engine {index}: no weight of the policy reaches {len(untouched)} of {len(old)} tensors, which would "
+                    f"{engine}: no weight of the policy reaches {len(untouched)} of {len(old)} tensors, which would "
                     f"never change: {listed(untouched)}; if the engine makes them of its config, name their endings in "
                     "refit.engine_constants"
                 )
@@ -65,13 +65,19 @@ class RefitProof:
         digests = self._digests(deadline)
         if not self._proven:
             expected = [self._from_disk] * len(digests)
-            _compare_each("the first refit sent the checkpoint that the engine had loaded, yet", expected, digests)
+            self._compare_each("the first refit sent the checkpoint that the engine had loaded, yet", expected, digests)
             self._proven = True
             logger.info("first refit: all %d engine checksums reached and unchanged", sum(map(len, digests)))
         if compares_engines:
-            _compare_each("after the refit, compared with engine 0,", digests[:1] * len(digests), digests)
+            when = f"after the refit, compared with {self._names[0]},"
+            self._compare_each(when, digests[:1] * len(digests), digests)
         if self._refit.verify == "full":
             self._compare_with_export(digests, deadline)
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the engines, in the order of their digests."""
+        return [engine.name for engine in self._generation.rollout_engines]
 
     def _digests(self, deadline: Deadline) -> list[Digests]:
         digests = self._generation.weight_checksums(deadline)
@@ -84,19 +90,18 @@ class RefitProof:
 
     def _compare_with_export(self, digests: list[Digests], deadline: Deadline) -> None:
         try:
-            self._policy.export_hf(str(self._export_folder))
+            self._policy.export_hf(str(self._export_folder), timeout_s=deadline.require("export to prove the refit"))
             self._generation.update_weights_from_disk(str(self._export_folder), deadline)
             loaded = self._digests(deadline)
         finally:
             shutil.rmtree(self._export_folder, ignore_errors=True)
-        _compare_each("after the engine had loaded the trainer's exported folder,", digests, loaded)
+        self._compare_each("after the engine had loaded the trainer's exported folder,", digests, loaded)
         logger.info("refit: all %d engine checksums equal those of the exported folder", sum(map(len, digests)))
 
-
-def _compare_each(when: str, expected: list[Digests], found: list[Digests]) -> None:
-    for index, (old, new) in enumerate(zip(expected, found, strict=True)):
-        differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        if differing:
-            raise TransferError(
-                f"engine {index}: {when} {len(differing)} of {len(old)} tensors differ: {listed(differing)}"
-            )
+    def _compare_each(self, when: str, expected: list[Digests], found: list[Digests]) -> None:
+        for engine, old, new in zip(self._names, expected, found, strict=True):
+            differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+            if differing:
+                raise TransferError(
+                    f"{engine}: {when} {len(differing)} of {len(old)} tensors differ: {listed(differing)}"
+                )

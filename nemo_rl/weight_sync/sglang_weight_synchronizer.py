@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_rl.config.errors import ConfigError, refusal
@@ -23,6 +23,8 @@ MEMORY_RATIO_VARIABLE = "NRL_REFIT_BUFFER_MEMORY_RATIO"
 _DEFAULT_MEMORY_RATIO = 0.3
 _CLOSE_TIMEOUT_S = 1.0
 """A part of the 5 s after the deadline within which a refit must have failed."""
+_LEAVE_TIMEOUT_S = 5.0
+"""For the engines to let go of the group at the end of a run: they end next."""
 _ACTOR_START_S = 120.0
 """For an engine's process and its imports, before its server starts."""
 _MAX_BUFFER_BYTES = 2 * 2**30
@@ -70,9 +72,8 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._stale = True
 
     def init_communicator(self) -> None:
-        deadline = Deadline(self._generation.refit_timeout_s)
-        self._decide_buffer_size(deadline)
-        self._connect(deadline)
+        """See `WeightSynchronizer`. Engines that fail here are replaced as in `sync_weights`, which see for what it raises."""
+        self._until_done("connecting", self._connect)
 
     def sync_weights(self, *, timer: Timer | None = None, kv_scales: Any = None) -> None:
         """See `WeightSynchronizer`.
@@ -85,9 +86,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         """
         if kv_scales is not None:
             raise NotImplementedError("kv_scales: the KV cache is not quantised; pass None")
-        self._stale = True
-        self._refit_until_done(timer or Timer(), self._version + 1)
-        self._stale = False
+        self._send_until_done(timer or Timer(), self._version + 1)
 
     def restore_engines(self) -> None:
         """Replace engines that were lost between refits; all then serve what they served, under the same version.
@@ -95,7 +94,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         Raises:
             TransferError, EnginesFailedError, TimeoutError: as `sync_weights`.
         """
-        self._refit_until_done(Timer(), self._version)
+        self._send_until_done(Timer(), self._version)
 
     def metrics(self) -> dict[str, float]:
         stats = self._last_stats
@@ -110,13 +109,24 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         }
 
     def shutdown(self) -> None:
-        self._policy.disconnect_sglang_rollout_engines_distributed()
+        try:
+            self._policy.disconnect_sglang_rollout_engines_distributed(timeout_s=_LEAVE_TIMEOUT_S)
+        except (
+            TransferError,
+            TimeoutError,
+        ) as error:  # one that was lost since the last refit is no reason to fail a run that is done
+            logger.warning("%s", error)
 
-    def _refit_until_done(self, timer: Timer, version: int) -> None:
+    def _send_until_done(self, timer: Timer, version: int) -> None:
+        self._stale = True
+        self._until_done(f"refit {version}", lambda deadline: self._refit(timer, deadline, version))
+        self._stale = False
+
+    def _until_done(self, what: str, attempt: Callable[[Deadline], None]) -> None:
         while True:
             try:
                 self._replace_failed_engines()
-                self._refit(timer, Deadline(self._generation.refit_timeout_s), version)
+                attempt(Deadline(self._generation.refit_timeout_s))
                 return
             except (TransferError, EnginesFailedError, TimeoutError) as error:
                 self._connected = False
@@ -124,15 +134,16 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
                 self._close_failed_session()
                 if not self._generation.replaces_failed_engines or not self._generation.failed_engines:
                     raise
-                logger.warning("refit %d failed, engines are replaced and all is sent again: %s", version, error)
+                logger.warning("%s failed, engines are replaced and all is sent again: %s", what, error)
                 self._num_recoveries += 1
 
     def _refit(self, timer: Timer, deadline: Deadline, version: int) -> None:
         if self._generation.num_new_engines or not self._connected:
-            self._decide_buffer_size(deadline)
             self._connect(deadline)
         with timer.span("refit"):
             self._generation.pause(deadline)
+            if self._generation.num_new_engines:  # one was found dead until just now: NCCL would wait for it
+                self._connect(deadline)
         with timer.span("refit_verify"):
             if self._proof.begin(deadline):
                 self._transfer(deadline, negated=True)
@@ -167,6 +178,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             )
 
     def _connect(self, deadline: Deadline) -> None:
+        self._decide_buffer_size(deadline)
         self._policy.connect_sglang_rollout_engines_distributed(
             rollout_engines=self._generation.rollout_engines,
             engine_gpu_counts=self._generation.engine_gpu_counts,

@@ -51,17 +51,22 @@ def connect_rollout_engines_from_distributed(
         deadline=deadline,
     )
     offsets = [1 + sum(engine_gpu_counts[:i]) for i in range(len(engine_gpu_counts))]
-    joins = {
-        engine.join(group.spec, offset, deadline.remaining_s()): engine
-        for engine, offset in zip(rollout_engines, offsets, strict=True)
-    }
-    own = group.form(deadline)
+    counts = {engine.name: count for engine, count in zip(rollout_engines, engine_gpu_counts, strict=True)}
+    joins: dict[Future[None], Receiver] = {}
+    try:
+        for engine, offset in zip(rollout_engines, offsets, strict=True):
+            joins[engine.join(group.spec, offset, deadline.remaining_s())] = engine
+        own = group.form(deadline)
+    except Exception as error:  # raised below, once those that were asked are free
+        _let_in(group, joins, {engine.name: counts[engine.name] for engine in joins.values()}, deadline)
+        abandon(tuple(joins.values()), group)
+        failure = TransferError(f"trainer rank 0 could not ask every engine to join: {error}")
+        raise _with_stuck(failure, joins, deadline) from error
     waits: list[Future[Any]] = [own, *joins]
     _, pending = wait(waits, timeout=deadline.remaining_s(), return_when=FIRST_EXCEPTION)
     refusal = _refusal(joins) or _own_failure(own)
     if refusal is None and not pending:
         return group
-    counts = {engine.name: count for engine, count in zip(rollout_engines, engine_gpu_counts, strict=True)}
     _let_in(group, joins, counts, deadline)
     abandon(rollout_engines, group)
     del own, waits, pending  # the error's frames hold what is left here, the backend too

@@ -63,8 +63,8 @@ class PolicyInterface(ABC):
         """
 
     @abstractmethod
-    def export_hf(self, folder: str) -> None:
-        """Write model and tokenizer as a Hugging Face folder in `precision`."""
+    def export_hf(self, folder: str, *, timeout_s: float | None = None) -> None:
+        """Write model and tokenizer as a Hugging Face folder in `precision`; `timeout_s` None: as long as a step may take."""
 
     @abstractmethod
     def free_memory_bytes(self) -> int:
@@ -104,8 +104,8 @@ class PolicyInterface(ABC):
         """
 
     @abstractmethod
-    def disconnect_sglang_rollout_engines_distributed(self) -> None:
-        """Take the weight-update group down on both sides. Idempotent."""
+    def disconnect_sglang_rollout_engines_distributed(self, *, timeout_s: float | None = None) -> None:
+        """Take the weight-update group down on both sides. Idempotent. `timeout_s` None: `refit_timeout_s`."""
 
     @abstractmethod
     def shutdown(self) -> None:

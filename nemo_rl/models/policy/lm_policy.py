@@ -33,6 +33,7 @@ class Policy(PolicyInterface):
         self.cfg = cfg
         self._worker_class = worker_class
         self._workers: RayWorkerGroup | None = None
+        self._cluster: RayVirtualCluster | None = None
         self._group_name = ""
 
     def launch(
@@ -46,6 +47,7 @@ class Policy(PolicyInterface):
         log_folder: Path,
     ) -> None:
         """Start one worker per bundle; returns at once."""
+        self._cluster = cluster
         address, port = cluster.reserve_rendezvous()
         self._workers = RayWorkerGroup(
             name="policy",
@@ -71,6 +73,8 @@ class Policy(PolicyInterface):
     def wait_ready(self) -> None:
         """Return when every rank holds its shard."""
         self.workers.ready(timeout_s=_STEP_TIMEOUT_S)
+        if self._cluster is not None:
+            self._cluster.release_rendezvous()
 
     @property
     def workers(self) -> RayWorkerGroup:
@@ -94,8 +98,9 @@ class Policy(PolicyInterface):
         results: list[TrainResult] = self.workers.run("train", timeout_s=_STEP_TIMEOUT_S, per_rank=per_rank)
         return results[0]
 
-    def export_hf(self, folder: str) -> None:
-        self.workers.run("export_hf", timeout_s=_STEP_TIMEOUT_S, folder=folder)
+    def export_hf(self, folder: str, *, timeout_s: float | None = None) -> None:
+        limit_s = _STEP_TIMEOUT_S if timeout_s is None else timeout_s
+        self.workers.run("export_hf", timeout_s=limit_s, folder=folder)
 
     def free_memory_bytes(self) -> int:
         return min(self.workers.run("free_memory_bytes", timeout_s=self._answer_by_s(None)))
@@ -143,9 +148,13 @@ class Policy(PolicyInterface):
         )
         return stats[0]
 
-    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+    def disconnect_sglang_rollout_engines_distributed(self, *, timeout_s: float | None = None) -> None:
         if self._workers is not None and self._workers.num_ranks:
-            self._workers.run("disconnect_sglang_rollout_engines_distributed", timeout_s=self._answer_by_s(None))
+            self._workers.run(
+                "disconnect_sglang_rollout_engines_distributed",
+                timeout_s=self._answer_by_s(timeout_s),
+                limit_s=_ranks_limit_s(timeout_s),
+            )
 
     def shutdown(self) -> None:
         if self._workers is not None:

@@ -1,10 +1,13 @@
 """Leaf helpers of the policy: dtypes, the process group, free memory."""
 
+import os
 from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
+
+from nemo_rl.utils.network import check_interfaces
 
 PRECISION_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """`policy.precision` -> compute and wire dtype."""
@@ -20,7 +23,11 @@ def init_process_group(
     The store is made here and not by a `tcp://` rendezvous, which under torchrun becomes a client without a server.
     No `device_id` is bound: a bound group makes torch split its communicator for each new group, a call that ranks
     outside the new group never make.
+
+    Raises:
+        ValueError: `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` fits no interface of this machine.
     """
+    check_interfaces(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

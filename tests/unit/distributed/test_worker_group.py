@@ -1,14 +1,19 @@
 """Ranks on real Ray: what they answer, and that none is left waiting when one fails."""
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, OutOfMemoryError, RayError, RuntimeEnvSetupError
+from torch.distributed import TCPStore
 
+from nemo_rl.distributed import worker_group
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.distributed.worker_group import RayWorkerGroup, WorkerGroupError
 
@@ -138,3 +143,69 @@ def test_ranks_that_do_not_answer_in_time_are_ended_by_name(group: RayWorkerGrou
 def test_more_slots_than_the_cluster_has(cluster: RayVirtualCluster) -> None:
     with pytest.raises(TimeoutError, match="too many: asked 128 CPU in 2 bundles, free"):
         RayVirtualCluster(name="too many", slots=[64] * 2, device="cpu", timeout_s=1.0)
+
+
+class RayOfOneFailure:
+    """Two actors, of which the first ends in `error` and the second never answers."""
+
+    def __init__(self, error: RayError) -> None:
+        self.error = error
+        self.killed: list[object] = []
+
+    def remote(self, worker_class: type) -> "RayOfOneFailure":
+        return self
+
+    def options(self, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda **kwargs: SimpleNamespace(work=SimpleNamespace(remote=object)))
+
+    def wait(self, refs: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        return (refs[:1], refs[1:]) if len(refs) == 2 else ([], refs)
+
+    def get(self, ref: object, timeout: float) -> None:
+        raise self.error
+
+    def kill(self, worker: object) -> None:
+        self.killed.append(worker)
+
+
+LOW_MEMORY = OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory on the node was 0.95\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (LOW_MEMORY, "OutOfMemoryError: Task was killed due to the node running low on memory."),
+        (RuntimeEnvSetupError("no disk"), "RuntimeEnvSetupError: Failed to set up runtime environment."),
+        (ActorUnschedulableError("node gone"), "ActorUnschedulableError: The actor is not schedulable: node gone"),
+        (ObjectLostError("id", "owner", ""), "ObjectLostError: "),
+    ],
+    ids=["memory monitor", "environment", "placement", "answer"],
+)
+def test_a_rank_that_ends_in_any_of_rays_ways_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, error: RayError, says: str
+) -> None:
+    fake = RayOfOneFailure(error)
+    monkeypatch.setattr(worker_group, "ray", fake)
+    group = RayWorkerGroup(
+        name="ranks",
+        worker_class=Rank,
+        cluster=SimpleNamespace(num_bundles=2, actor_options=lambda rank, env: {}),  # type: ignore[arg-type]
+        env={},
+        make_kwargs=lambda rank: {},
+    )
+    with pytest.raises(WorkerGroupError) as caught:
+        group.run("work", timeout_s=30)
+    text = str(caught.value)
+    assert text.startswith(f"ranks: rank 0 failed in work, all ranks ended: {says}")
+    assert text.endswith("; its log is in the run folder")
+    assert "\n" not in text
+    assert len(fake.killed) == 2
+
+
+def test_the_port_of_the_ranks_is_theirs_until_they_listen(cluster: RayVirtualCluster) -> None:
+    address, port = cluster.reserve_rendezvous()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((address, port))
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False)
+    assert store.port == port
+    cluster.release_rendezvous()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def make_config(**keys: Any) -> PolicyConfig:
     )
 
 
+@dataclass(frozen=True)
+class FakeReceiver:
+    name: str
+
+
 class FakePolicy(PolicyInterface):
     def __init__(self, events: list[str], cfg: PolicyConfig | None = None, free_bytes: int = GIB) -> None:
         self.cfg = cfg or make_config()
@@ -53,6 +59,10 @@ class FakePolicy(PolicyInterface):
         self.failures: list[Exception] = []
         """One for each of the next calls."""
         self.sent: list[dict[str, Any]] = []
+        self.connect_failures: list[Exception] = []
+        """One for each of the next calls."""
+        self.disconnect_failure: Exception | None = None
+        self.time_limits: dict[str, float | None] = {}
 
     def free_memory_bytes(self) -> int:
         self.events.append("free memory")
@@ -67,6 +77,8 @@ class FakePolicy(PolicyInterface):
         timeout_s: float | None = None,
     ) -> None:
         self.events.append(f"connect {engine_gpu_counts}")
+        if self.connect_failures:
+            raise self.connect_failures.pop(0)
 
     def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:  # type: ignore[override]
         self.events.append("send negated" if arguments["negated"] else "send")
@@ -77,8 +89,11 @@ class FakePolicy(PolicyInterface):
             raise self.failures.pop(0)
         return RefitStats(num_bytes=6_000_000, num_tensors=3, num_buckets=2, spans=SPANS)
 
-    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+    def disconnect_sglang_rollout_engines_distributed(self, *, timeout_s: float | None = None) -> None:
         self.events.append("disconnect")
+        self.time_limits["disconnect"] = timeout_s
+        if self.disconnect_failure is not None:
+            raise self.disconnect_failure
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         raise AssertionError
@@ -89,8 +104,9 @@ class FakePolicy(PolicyInterface):
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
         raise AssertionError
 
-    def export_hf(self, folder: str) -> None:
+    def export_hf(self, folder: str, *, timeout_s: float | None = None) -> None:
         self.events.append("export")
+        self.time_limits["export"] = timeout_s
         Path(folder).mkdir()
 
     def shutdown(self) -> None:
@@ -104,6 +120,7 @@ class FakeGeneration(UpdatableGeneration):
     def __init__(self, events: list[str], num_engines: int = 2) -> None:
         self.events = events
         self.versions = [0] * num_engines
+        self.first_id = 0
         self.digests = [{"0/w": "a", "0/v": "b"} for _ in range(num_engines)]
         self.negated = [{"0/w": "-a", "0/v": "-b"} for _ in range(num_engines)]
         self.after_send: list[dict[str, str]] | None = None
@@ -116,10 +133,12 @@ class FakeGeneration(UpdatableGeneration):
         self.replaces_failed_engines = False
         self.failed_engines = {}
         self.replace_failure: Exception | None = None
+        self.lost_before_pause = 0
+        """Engines that the next `pause` finds lost: no other engine is."""
 
     @property
     def rollout_engines(self) -> Sequence[Any]:
-        return [f"engine {i}" for i in range(len(self.versions))]
+        return [FakeReceiver(f"engine {self.first_id + i}") for i in range(len(self.versions))]
 
     @property
     def engine_gpu_counts(self) -> list[int]:
@@ -159,6 +178,11 @@ class FakeGeneration(UpdatableGeneration):
 
     def pause(self, deadline: Deadline) -> None:
         self.events.append("pause")
+        for _ in range(self.lost_before_pause):
+            for per_engine in (self.versions, self.digests, self.negated):
+                per_engine.pop()
+            self._num_new += 1
+        self.lost_before_pause = 0
 
     def begin_weight_update(self, deadline: Deadline) -> None:
         self.events.append("begin")
@@ -661,3 +685,83 @@ def test_lost_engines_come_back_under_the_same_version_and_sampling_goes_on(
     tolerant.replaces_failed_engines = False
     with pytest.raises(EnginesLostError):
         RecoveringGeneration(tolerant, synchronizer).generate(BatchedDataDict())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        TransferError("engine 1 did not join", TransferFacts(engines_failed=("engine 1",))),
+        EnginesFailedError({"engine 1": "died"}),
+    ],
+    ids=["join", "call"],
+)
+def test_an_engine_that_fails_before_the_first_refit_is_replaced_too(
+    policy: FakePolicy, tolerant: FakeGeneration, events: list[str], failure: Exception
+) -> None:
+    policy.connect_failures = [failure]
+    synchronizer = make(policy, tolerant)
+    synchronizer.init_communicator()
+    assert events == ["free memory", "connect [1, 1]", "quarantine engine 1", "replace 1", "connect [1, 1]"]
+    synchronizer.sync_weights()
+    assert synchronizer.version == 1
+    tolerant.replaces_failed_engines = False
+    policy.connect_failures = [failure]
+    with pytest.raises(type(failure)):
+        make(policy, tolerant).init_communicator()
+
+
+def test_engines_that_could_not_be_restored_are_stale(policy: FakePolicy, tolerant: FakeGeneration) -> None:
+    synchronizer = make(policy, tolerant)
+    synchronizer.sync_weights()
+    assert not synchronizer.is_stale
+    policy.failures = [TransferError("trainer rank 1: MemoryError")]
+    tolerant.failed_engines = {"engine 1": "died"}
+    with pytest.raises(TransferError, match="MemoryError"):
+        synchronizer.restore_engines()
+    assert synchronizer.is_stale
+    synchronizer.restore_engines()
+    assert not synchronizer.is_stale
+
+
+def test_an_engine_lost_while_the_others_were_about_to_be_paused_is_not_in_the_group(
+    policy: FakePolicy, tolerant: FakeGeneration, events: list[str]
+) -> None:
+    synchronizer = make(policy, tolerant)
+    synchronizer.sync_weights()
+    events.clear()
+    tolerant.lost_before_pause = 1
+    synchronizer.sync_weights()
+    assert events[:4] == ["pause", "connect [1]", "begin", "send"]
+    assert [receiver.name for receiver in policy.sent[-1]["rollout_engines"]] == ["engine 0"]
+
+
+def test_an_engine_that_is_lost_after_the_last_refit_does_not_fail_the_run(
+    policy: FakePolicy, generation: FakeGeneration, caplog: pytest.LogCaptureFixture
+) -> None:
+    synchronizer = make(policy, generation)
+    synchronizer.sync_weights()
+    for failure in (TransferError("group g is still held: {'engine 1': 'no answer'}"), TimeoutError("not within 8 s")):
+        policy.disconnect_failure = failure
+        synchronizer.shutdown()
+        assert str(failure) in caplog.text
+    limit_s = policy.time_limits["disconnect"]
+    assert limit_s is not None
+    assert limit_s <= 10.0
+
+
+def test_the_export_that_proves_a_refit_has_what_is_left_of_its_time(events: list[str], tmp_path: Path) -> None:
+    policy = FakePolicy(events)
+    make(policy, FakeGeneration(events), verify="full", export_folder=tmp_path / "export").sync_weights()
+    limit_s = policy.time_limits["export"]
+    assert limit_s is not None
+    assert 0 < limit_s <= FakeGeneration(events).refit_timeout_s
+
+
+def test_a_failed_proof_names_the_engine_and_not_its_place(policy: FakePolicy, generation: FakeGeneration) -> None:
+    generation.first_id = 5
+    generation.after_send = [{"0/w": "a", "0/v": "b"}, {"0/w": "a", "0/v": "other"}]
+    with pytest.raises(TransferError, match="^engine 6: the first refit sent"):
+        make(policy, generation).sync_weights()
+    generation.after_send, generation.negated = None, [{"0/w": "-a", "0/v": "b"}] * 2
+    with pytest.raises(TransferError, match="^engine 5: no weight of the policy"):
+        make(policy, generation).sync_weights()

@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Sequence
+
+import httpx
 
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.models.generation.interfaces import EnginesFailedError, EnginesLostError
@@ -52,14 +55,17 @@ class EngineDispatcher:
     def report(self, endpoint: Endpoint, attempt: int, error: EngineError) -> None:
         """See `Dispatcher`. An engine that fails a request that has failed before is taken for dead."""
         named = [engine for engine in self._serving if engine.name == endpoint.name]
-        if attempt > 0 and error.status is not None and named:
+        # One that cannot be reached at all is looked at below: it may be this process that has no socket left.
+        if attempt > 0 and named and not isinstance(error.__cause__, httpx.ConnectError):
             self.lose(endpoint.name, f"fails requests: {error.text}")
         urls = {engine.name: engine.url for engine in self._in_service()}
         for name, health in asyncio.run(check_engines(urls, _LIVENESS, self._headers, _LIVENESS_TIMEOUT_S)).items():
             if health.is_gone:
                 self.lose(name, health.fault)
         self._ready()
-        self._revive_router()
+        with self._lock:
+            if self._revive_router(math.inf):
+                self._tell_router(Deadline(_ROUTER_TIMEOUT_S))
 
     def serve(self, engines: Sequence[Engine], deadline: Deadline) -> None:
         """Send requests to these engines and no others from now on.
@@ -69,6 +75,7 @@ class EngineDispatcher:
         """
         with self._lock:
             self._serving = tuple(engines)
+            self._revive_router(deadline.remaining_s())
             if missing := self._tell_router(deadline):
                 raise EnginesFailedError(dict.fromkeys(missing, "the router does not reach it"))
 
@@ -105,12 +112,13 @@ class EngineDispatcher:
         names = {engine.url: engine.name for engine in self._serving}
         return [names[url] for url in self.router.set_engines(names, deadline)]
 
-    def _revive_router(self) -> None:
-        with self._lock:
-            if self.router is not None and not self.router.is_alive():
-                logger.warning("the router has ended and is started again; its log is in the run folder")
-                self.router.start()
-                self._tell_router(Deadline(_ROUTER_TIMEOUT_S))
+    def _revive_router(self, limit_s: float) -> bool:
+        """Whether it had ended and is new: it knows no engine then."""
+        if self.router is None or self.router.is_alive():
+            return False
+        logger.warning("the router has ended and is started again; its log is in the run folder")
+        self.router.start(limit_s)
+        return True
 
     def _in_service(self) -> list[Engine]:
         return [engine for engine in self._serving if engine.state is EngineState.READY]

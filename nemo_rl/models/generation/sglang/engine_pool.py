@@ -22,7 +22,8 @@ _ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 _NUM_ACTOR_THREADS = 8
 """Control calls run beside a long one: a bucket that loads, a group that forms."""
 _DESCRIBE_TIMEOUT_S = 120.0
-_SHUTDOWN_TIMEOUT_S = 60.0
+_SHUTDOWN_TIMEOUT_S = 10.0
+"""For engines to end in order; then their actors are killed, which ends the servers, too."""
 _PROCESS_ID_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 30.0
 """How long a supervisor may take to end its server once its actor is gone."""

@@ -27,6 +27,15 @@ _MAX_REPLACEMENTS = "policy.generation.sglang_cfg.sglang_fault_tolerance_config.
 _LOOPBACK = "127.0.0.1"
 
 
+def shared_host(layout: Layout) -> str | None:
+    """Where every server of the run listens; None: each at its own node's address.
+
+    A run of one node may be on a Ray cluster of several, which places engines where it likes.
+    """
+    num_alive = sum(bool(node["Alive"]) for node in ray.nodes())
+    return _LOOPBACK if layout.num_nodes == 1 and num_alive == 1 else None
+
+
 class EngineFleet:
     """Made without engines; `launch` starts them.
 
@@ -70,8 +79,7 @@ class EngineFleet:
             tokenizer_folder=self._cfg.tokenizer.name,
             device=self._device,
             log_dir=str(self._log_folder),
-            # On several nodes each actor finds its own: this is the driver's.
-            host=_LOOPBACK if self._layout.num_nodes == 1 else None,
+            host=shared_host(self._layout),
             keys=self._keys,
             shares_gpu=self._layout.shares_gpus,
             meets_rank0=self._layout.meets_rank0,
@@ -93,7 +101,7 @@ class EngineFleet:
             self._monitor.start()
 
     def _start_router(self) -> None:
-        host = _LOOPBACK if self._layout.num_nodes == 1 else ray.util.get_node_ip_address()
+        host = shared_host(self._layout) or ray.util.get_node_ip_address()
         log_file = self._log_folder / "sglang_router.log"
         router = SGLangRouter(cfg=self._cfg, keys=self._keys, host=host, log_file=log_file)
         router.start()

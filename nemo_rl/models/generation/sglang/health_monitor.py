@@ -1,6 +1,7 @@
 """Looks after the engines while they generate."""
 
 import asyncio
+import errno
 import logging
 import threading
 from collections import Counter
@@ -15,6 +16,10 @@ logger = logging.getLogger(__name__)
 
 _GENERATES = "/health_generate"
 """Generates one token where the engine is idle. Open to everybody, so it takes no key."""
+_SETTLE_S = 2.0
+"""For engines that are well to answer a check that is under way: those that hang hold up neither a refit nor the end."""
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+"""A socket that this process could not open says nothing about the engine."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,22 @@ async def _check(http: httpx.AsyncClient, url: str, timeout_s: float) -> Health:
         async with asyncio.timeout(timeout_s):
             response = await http.get(url, timeout=timeout_s)
     except httpx.ConnectError as error:
+        if (own := _own_fault(error)) is not None:
+            return Health(f"no connection from here: {error}: {own}")
         return Health(f"nobody listens: {error}", is_gone=True)
     except (TimeoutError, httpx.TimeoutException):
         return Health(f"no answer to a health check within {timeout_s:g} s")
     except httpx.HTTPError as error:
         return Health(f"no answer to a health check: {type(error).__name__}: {error}")
     return Health() if response.is_success else Health(f"HTTP {response.status_code} to a health check")
+
+
+def _own_fault(error: BaseException | None) -> OSError | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OWN_FAULTS:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class HealthMonitor:
@@ -70,6 +85,7 @@ class HealthMonitor:
         self._on_dead = on_dead
         self._num_failures: Counter[str] = Counter()
         self._suspended = True
+        self._num_suspensions = 0
         self._stopped = threading.Event()
         self._round = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine health", daemon=True)
@@ -78,20 +94,19 @@ class HealthMonitor:
         self._thread.start()
 
     def suspend(self) -> None:
-        """When this returns no check is under way and none begins; waits for one that is, at most its timeout."""
+        """When this returns no check begins, and one that is still under way is not judged any more."""
         self._suspended = True
-        with self._round:
-            return
+        if self._round.acquire(timeout=_SETTLE_S):
+            self._round.release()
+        self._num_suspensions += 1
 
     def resume(self) -> None:
         self._suspended = False
 
     def stop(self) -> None:
         """Idempotent."""
-        self._suspended = True
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self.suspend()
 
     def _run(self) -> None:
         wait_s = self._config.health_check_first_wait_s
@@ -99,11 +114,20 @@ class HealthMonitor:
             wait_s = self._config.health_check_interval_s
             with self._round:
                 if not self._suspended:
-                    self._check_all()
+                    self._check_all_or_say()
+
+    def _check_all_or_say(self) -> None:
+        try:
+            self._check_all()
+        except Exception as error:  # noqa: BLE001 whatever it is, the thread has to look again
+            logger.warning("a health check broke off: %s: %s", type(error).__name__, error)
 
     def _check_all(self) -> None:
+        num_suspensions = self._num_suspensions
         healths = asyncio.run(check_engines(self._engines(), _GENERATES, {}, self._config.health_check_timeout_s))
         for name, health in healths.items():
+            if num_suspensions != self._num_suspensions:
+                return
             if not health.fault:
                 del self._num_failures[name]
                 continue

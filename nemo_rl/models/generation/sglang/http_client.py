@@ -1,13 +1,18 @@
 """Talks to one SGLang server: every call has a deadline, and every answer is checked."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from nemo_rl.models.generation.sglang.access import AccessKeys, is_admin_endpoint
+
+T = TypeVar("T")
+
+_OK = 200
+_SHOWN_CHARACTERS = 200
 
 
 class EngineError(RuntimeError):
@@ -69,10 +74,13 @@ def check_answer(engine: str, endpoint: str, response: httpx.Response) -> Any:
     """The JSON of a good answer, or its text where it is not JSON.
 
     Raises:
-        EngineError: HTTP status other than 2xx, or `success: false` in any answer.
+        EngineError: HTTP status other than 2xx, `success: false` in any answer, or JSON that is none.
     """
     is_json = response.headers.get("content-type", "").startswith("application/json")
-    body = response.json() if is_json and response.content else response.text
+    try:
+        body = response.json() if is_json and response.content else response.text
+    except ValueError as error:
+        raise EngineError(engine, endpoint, response.status_code, f"no JSON: {response.text}") from error
     failed = isinstance(body, dict) and body.get("success") is False
     if failed or not response.is_success:
         raise EngineError(engine, endpoint, response.status_code, _message(body))
@@ -129,12 +137,24 @@ class EngineClient:
 
     @cached_property
     def capabilities(self) -> ServerCapabilities:
-        return ServerCapabilities.from_openapi(self.get("/openapi.json"))
+        return self._read("/openapi.json", ServerCapabilities.from_openapi, self.get("/openapi.json"))
 
     def checksums(self, timeout_s: float | None = None) -> dict[str, str]:
         """`rank/parameter` -> digest, over all ranks, of what the engine holds in its own layout."""
         body = self.post("/weights_checker", {"action": "checksum"}, timeout_s)
-        digests: dict[str, str] = {}
-        for index, rank in enumerate(body["ranks"]):
-            digests.update({f"{index}/{name}": digest for name, digest in rank["checksums"].items()})
-        return digests
+        return self._read("/weights_checker", _digests, body)
+
+    def _read(self, endpoint: str, read: Callable[[Any], T], body: Any) -> T:
+        """What `read` finds in a good answer, which may still be another than was asked for."""
+        try:
+            return read(body)
+        except (LookupError, TypeError, AttributeError) as error:
+            text = f"unexpected answer: {str(body)[:_SHOWN_CHARACTERS]}"
+            raise EngineError(self.engine, endpoint, _OK, text) from error
+
+
+def _digests(body: Mapping[str, Any]) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for index, rank in enumerate(body["ranks"]):
+        digests.update({f"{index}/{name}": digest for name, digest in rank["checksums"].items()})
+    return digests

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl.distributed.worker_group import why_ended
 
@@ -26,10 +26,8 @@ def gather_answers(calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str
             continue
         try:
             values[name] = ray.get(reference)
-        except RayActorError as error:
-            faults[name] = why_ended(error)
         except RayTaskError as error:
             faults[name] = str(error.cause)
         except RayError as error:
-            faults[name] = f"{type(error).__name__}: {error}"
+            faults[name] = why_ended(error)
     return values, faults

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl.distributed.weight_transfer.buckets import BucketHeader
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec
@@ -57,7 +57,7 @@ def _plain_future(reference: Any) -> Future[None]:
         error = done.exception()
         if error is None:
             plain.set_result(None)
-        elif isinstance(error, RayActorError):
+        elif isinstance(error, RayError) and not isinstance(error, RayTaskError):
             plain.set_exception(RuntimeError(why_ended(error)))
         else:
             plain.set_exception(error.cause if isinstance(error, RayTaskError) else error)

@@ -50,15 +50,20 @@ def supervise(parent_pid: int, command: list[str], keys: dict[str, str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stop_requests.append(received))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with tempfile.TemporaryDirectory(prefix=PRIVATE_PREFIX, ignore_cleanup_errors=True) as folder:
-        with KeyFile(Path(folder), keys) as key_file:
-            server, output = _start([*command, "--config", str(key_file.path)], folder, keys)
+    with (
+        tempfile.TemporaryDirectory(prefix=PRIVATE_PREFIX, ignore_cleanup_errors=True) as folder,
+        KeyFile(Path(folder), keys) as key_file,
+    ):
+        server, output = _start([*command, "--config", str(key_file.path)], folder, keys)
+        try:
             while server.poll() is None and os.getppid() == parent_pid and not stop_requests:
                 key_file.hand_over()
                 time.sleep(POLL_INTERVAL_S)
-        if server.poll() is None:
-            _terminate(server)
-        _kill_descendants()
+        finally:  # also when the file is gone, or cannot be opened
+            key_file.delete()
+            if server.poll() is None:
+                _terminate(server)
+            _kill_descendants()
     output.join(OUTPUT_TIMEOUT_S)
     return server.wait()
 

@@ -83,13 +83,13 @@ class SGLangRouter:
     def name(self) -> str:
         return f"router at {self.url}"
 
-    def start(self) -> None:
-        """Start the process and wait until it answers; it knows no engine yet.
+    def start(self, limit_s: float = math.inf) -> None:
+        """Start the process and wait until it answers, at most `startup_timeout_s`; it knows no engine yet.
 
         Raises:
             ServerStartError: with the end of its log.
         """
-        self._process = start_on_free_ports(self._host, self._startup_timeout_s, self._launch)
+        self._process = start_on_free_ports(self._host, min(limit_s, self._startup_timeout_s), self._launch)
         self.url = self._process.url
 
     def _launch(self, port: int, metrics_port: int) -> ServerProcess:

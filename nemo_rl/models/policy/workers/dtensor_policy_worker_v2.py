@@ -256,13 +256,16 @@ class DTensorPolicyWorkerV2:
         self._engines_hold_frozen = not negated
         return stats
 
-    def disconnect_sglang_rollout_engines_distributed(self) -> None:
+    def disconnect_sglang_rollout_engines_distributed(self, *, limit_s: float | None = None) -> None:
         """Take the weight-update group down on both sides. Idempotent.
+
+        Args:
+            limit_s: what is left of the caller's deadline; None: `refit_timeout_s`.
 
         Raises:
             TransferError: on every rank, when an engine does not let go of it.
         """
-        deadline = self._deadline(None)
+        deadline = self._deadline(limit_s)
         on_rank0(lambda: self._disconnect(deadline), self._exchange, deadline)
 
     def shutdown(self) -> None:

@@ -1,6 +1,7 @@
 """What is refused before a group is made."""
 
 import pytest
+import torch
 from gloo_engine import GlooEngine
 
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
@@ -8,6 +9,7 @@ from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.preflight import check_ends, shared_environment
 from nemo_rl.distributed.weight_transfer.rollout_engines import connect_rollout_engines_from_distributed
 from nemo_rl.models.generation.sglang.server_args import build_environment
+from nemo_rl.models.policy.utils import init_process_group
 
 
 def engine(value: str | None, name: str = "engine 0") -> GlooEngine:
@@ -69,3 +71,19 @@ def test_connect_refuses_before_any_engine_is_asked(monkeypatch: pytest.MonkeyPa
             deadline=Deadline(5),
         )
     assert asked.calls == []
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_that_a_trainer_rank_lacks_is_told_before_gloo_fails_on_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "nosuch0")
+    with pytest.raises(ValueError, match=rf"^{variable}: got 'nosuch0'; .* of this machine, which has"):
+        init_process_group(
+            device=torch.device("cpu"),
+            rank=0,
+            world_size=1,
+            master_addr="127.0.0.1",
+            master_port=0,
+            timeout_s=5.0,
+        )

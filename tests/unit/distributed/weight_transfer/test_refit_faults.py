@@ -12,6 +12,7 @@ import torch
 from gloo_engine import GlooEngine, manifest_of
 from gloo_process import GlooProcess, die, sockets_and_threads
 
+from nemo_rl.distributed.weight_transfer import rollout_engines
 from nemo_rl.distributed.weight_transfer.buckets import iter_named_tensor_buckets
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
@@ -281,6 +282,21 @@ def test_an_engine_that_is_killed_while_the_group_forms_leaves_the_others_free(
     assert caught.value.engines_failed == ("dead",)
     assert not caught.value.partly_updated
     send([healthy], connect([healthy]))
+
+
+class UnaskableEngine(GlooEngine):
+    def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:
+        raise RuntimeError("can't start new thread")
+
+
+def test_rank_0_that_fails_while_it_asks_frees_the_engines_that_it_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_engines, "_LET_IN_S", 0.5)
+    asked = GlooEngine("asked")
+    with pytest.raises(TransferError, match="trainer rank 0 could not ask every engine to join: can't start") as caught:
+        connect([asked, UnaskableEngine("unasked")], timeout_s=60.0)
+    assert not wait(asked.calls, timeout=5.0).not_done
+    assert caught.value.engines_failed == ()
+    send([asked], connect([asked]))
 
 
 class LyingEngine(GlooEngine):

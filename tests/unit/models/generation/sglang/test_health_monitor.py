@@ -1,12 +1,17 @@
 """The monitor against servers that answer like engines."""
 
 import asyncio
+import errno
+import threading
 import time
 from contextlib import contextmanager
 
+import httpx
+import pytest
 from fake_server import FakeEngineServer
 
 from nemo_rl.config.schema import SGLangFaultToleranceConfig
+from nemo_rl.models.generation.sglang import health_monitor
 from nemo_rl.models.generation.sglang.health_monitor import Health, HealthMonitor, check_engines
 
 HEALTHY = {"/health_generate": (200, {})}
@@ -135,3 +140,57 @@ def test_a_monitor_that_was_never_started_can_be_stopped():
     monitor = HealthMonitor(CONFIG, dict, lambda name, fault: None)
     monitor.stop()
     monitor.stop()
+
+
+def test_a_check_that_hangs_holds_up_neither_a_refit_nor_the_end_and_is_not_judged(monkeypatch):
+    monkeypatch.setattr(health_monitor, "_SETTLE_S", 0.2, raising=False)
+    asked, let_go, dead = threading.Event(), threading.Event(), []
+
+    async def hang(urls, endpoint, headers, timeout_s):
+        asked.set()
+        await asyncio.to_thread(let_go.wait, 4)
+        return {"hangs": Health("no answer", is_gone=True)}
+
+    monkeypatch.setattr(health_monitor, "check_engines", hang)
+    monitor = HealthMonitor(CONFIG, lambda: {"hangs": "url"}, lambda name, fault: dead.append(name))
+    monitor.start()
+    monitor.resume()
+    assert asked.wait(10)
+    monitor.suspend()
+    is_free = not let_go.is_set() and monitor._round.locked()
+    monitor.resume()
+    let_go.set()
+    monitor.suspend()
+    monitor.stop()
+    assert is_free
+    assert dead == []
+
+
+def test_a_round_that_breaks_is_not_the_last():
+    calls = []
+
+    def engines():
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return {"gone": gone.url}
+
+    with FakeEngineServer() as gone:
+        pass
+    dead = []
+    monitor = HealthMonitor(CONFIG, engines, lambda name, fault: dead.append(name))
+    monitor.start()
+    monitor.resume()
+    wait_until(lambda: dead)
+    monitor.stop()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])
+def test_what_this_process_cannot_do_is_no_engines_death(monkeypatch, number):
+    async def get(self, url, **_):
+        raise httpx.ConnectError("All connection attempts failed") from OSError(number, "no socket")
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    health = asyncio.run(check_engines({"engine 0": "http://x"}, "/model_info", {}, 1.0))["engine 0"]
+    assert not health.is_gone
+    assert health.fault == f"no connection from here: All connection attempts failed: [Errno {number}] no socket"

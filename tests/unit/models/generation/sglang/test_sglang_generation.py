@@ -303,6 +303,11 @@ def test_nobody_gets_in_without_the_key(ray_cluster, tmp_path):
         for headers in ({}, keys.headers(admin=False)):
             assert httpx.get(f"{router.url}/workers", headers=headers).status_code == 401
             assert httpx.post(f"{router.url}/workers", json={"url": router.url}, headers=headers).status_code == 401
+        doors = ("/health", "/liveness", "/readiness", "/health_generate", "/get_server_info", "/v1/models")
+        assert [httpx.get(router.url + door).status_code for door in doors] == [200] * len(doors)
+        closed = ("/get_loads", "/v1/tokenizers", "/wasm", "/ha/status", "/ha/config", "/ha/workers")
+        assert [httpx.get(router.url + door).status_code for door in closed] == [401] * len(closed)
+        assert httpx.post(f"{router.url}/flush_cache").status_code == 401
         family = psutil.Process(router._process.pid)
         commands = [part for process in (family, *family.children(recursive=True)) for part in process.cmdline()]
         texts = [*commands, *((tmp_path / "logs" / f).read_text() for f in os.listdir(tmp_path / "logs"))]

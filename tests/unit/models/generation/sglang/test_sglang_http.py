@@ -1,10 +1,11 @@
 import pickle
 
+import httpx
 import pytest
 from fake_server import FakeEngineServer
 
 from nemo_rl.models.generation.sglang.access import AccessKeys
-from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
+from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities, check_answer
 
 KEYS = AccessKeys.make()
 
@@ -89,3 +90,23 @@ def test_checksums_of_all_ranks():
     with FakeEngineServer({"/weights_checker": (200, {"success": True, "ranks": ranks})}) as fake:
         assert _client(fake).checksums() == {"0/a": "1", "0/b": "2", "1/a": "3", "1/b": "4"}
         assert fake.requests == [("/weights_checker", {"action": "checksum"})]
+
+
+def test_a_success_without_what_was_asked_for_is_an_error_that_names_the_engine():
+    ranks = [None, [{"success": True}], [{"checksums": ["a"]}]]
+    with FakeEngineServer() as fake:
+        for body in [{"success": True}, "ok", [], *({"ranks": value} for value in ranks)]:
+            fake.answers = {"/weights_checker": (200, body), "/openapi.json": (200, body)}
+            with pytest.raises(EngineError, match=r"engine 4 .* /weights_checker: HTTP 200: unexpected answer: "):
+                _client(fake).checksums()
+            with pytest.raises(EngineError, match=r"engine 4 .* /openapi.json: HTTP 200: unexpected answer: "):
+                _ = _client(fake).capabilities
+
+
+@pytest.mark.parametrize("text", [b"{", b"not json", b"\xff"])
+@pytest.mark.parametrize("status", [200, 500])
+def test_json_that_is_none_is_an_error_with_its_text(status, text):
+    response = httpx.Response(status, headers={"content-type": "application/json"}, content=text)
+    with pytest.raises(EngineError, match=f"engine 4 /x: HTTP {status}: ") as caught:
+        check_answer("engine 4", "/x", response)
+    assert response.text in caught.value.text

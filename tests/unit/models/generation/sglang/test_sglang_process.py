@@ -106,6 +106,17 @@ def test_orphans_of_a_killed_supervisors_server_die_with_it(tmp_path):
     assert psutil.wait_procs([server], timeout=5)[1] == []
 
 
+def test_a_supervisor_that_breaks_ends_what_it_started(tmp_path, temporary_folder):
+    """Somebody who cleans up temporary files takes the file of the keys away before the server has read it."""
+    process = _start(STUBBORN, tmp_path)
+    family = _family(process, 2)
+    (file,) = temporary_folder.glob("*/keys.yaml")
+    file.unlink()
+    assert psutil.wait_procs(family, timeout=15)[1] == []
+    with pytest.raises(ServerStartError, match=r"ended with status(?s:.*)No such file"):
+        process.wait_until_healthy(timeout_s=20)
+
+
 def _serve(tmp_path, host, port):
     return _start(HEALTHY, tmp_path, host, str(port), host=host, port=port)
 
