@@ -30,6 +30,7 @@ from nemo_rl.models.model_source import check_model, resolve_model
 from nemo_rl.models.policy.checkpoint import check_checkpoint
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.utils import PRECISION_DTYPES
+from nemo_rl.models.policy.vision import check_vision_tower
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import RunFolder, check_writable
@@ -68,6 +69,8 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     model_folder = resolve_model(config.policy.model_name)
     vocab_size = check_model(model_folder)
     check_checkpoint(model_folder, PRECISION_DTYPES[config.policy.precision])
+    if config.policy.freeze_vision_tower:
+        check_vision_tower(model_folder)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
     encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
     pad_token_id = int(tokenizer.pad_token_id)

@@ -193,7 +193,7 @@ class GenerationConfig(Section):
 
 class PolicyConfig(Section):
     model_name: NonEmptyStr
-    """Hub id, local folder, `smollm2-135m-instruct` (from its package) or `tiny-random-qwen3`."""
+    """Hub id, local folder, `smollm2-135m-instruct` (from its package), `tiny-random-qwen3` or `tiny-random-qwen3-vl`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute and wire dtype; master weights, gradients and optimizer state are float32."""
@@ -207,6 +207,8 @@ class PolicyConfig(Section):
     """Prompt and response, in tokens."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
     """Gradients are clipped to this norm over all ranks; null: not clipped."""
+    freeze_vision_tower: bool = False
+    """Do not train what a vision-language model makes picture features with; refused for a text model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
     """Warm-up or decay of the learning rate; null: constant."""
