@@ -1,6 +1,5 @@
 """Log-probs of samples with pictures, for every class of the Qwen-VL families, against the class's own forward pass."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoProcessor, PreTrainedModel
 from vision_families import VISION_FAMILIES
 
 from nemo_rl.models.policy.train_step import token_logprobs
-from nemo_rl.models.policy.vision import GRIDS, PIXELS, Pictures, PictureFormat, find_vision_tower
+from nemo_rl.models.policy.vision import GRIDS, PIXELS, PictureFormat, Pictures, find_vision_tower
 from nemo_rl.models.tiny_vision_model import QWEN_IMAGE
 
 FAMILIES = {
