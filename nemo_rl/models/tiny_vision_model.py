@@ -123,7 +123,7 @@ def qwen3_vision() -> dict[str, Any]:
     }
 
 
-def qwen_token_ids() -> dict[str, int]:
+def qwen_token_ids() -> dict[str, Any]:
     """Of a tokenizer whose special tokens begin with `QWEN_TOKENS`."""
     first = len(make_character_tokenizer())
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}

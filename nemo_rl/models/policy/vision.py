@@ -13,7 +13,6 @@ Two things that a plain call of the model would get wrong:
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,6 @@ def check_vision_tower(folder: Path) -> None:
     model_class: Any = find_model_class(config)
     with torch.device("meta"):
         find_vision_tower(model_class._from_config(config))
-
-
-def check_takes_pictures(folder: Path) -> None:
-    """Raise ValueError when the forward pass of the model of this folder takes no pictures in the form of Qwen-VL."""
-    model_class = find_model_class(read_config(folder))
-    if GRIDS not in signature(model_class.forward).parameters:
-        raise ValueError(
-            f"policy.model_name: {folder} is a {model_class.__name__}; allowed for prompts with pictures: the classes of "
-            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE"
-        )
 
 
 @dataclass(frozen=True)

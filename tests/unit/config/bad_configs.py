@@ -60,6 +60,7 @@ TYPES = [
     bad("policy.model_name", "null", "got null; allowed: a valid string"),
     bad("policy.train_micro_batch_size", "big", "got 'big'; allowed: a valid integer"),
     bad("policy.train_micro_batch_size", "'8'", "got '8'; allowed: a valid integer"),
+    bad("policy.freeze_vision_tower", "1", "got 1; allowed: a valid boolean"),
     bad(f"{DTENSOR}.enabled", "1", "got 1; allowed: a valid boolean"),
     bad(f"{DTENSOR}._v2", "0", "got 0; allowed: a valid boolean"),
     bad(f"{TOLERANCE}.use_fault_tolerance", "1", "got 1; allowed: a valid boolean"),

@@ -15,7 +15,7 @@ from vision_cases import VisionCase, make_picture_batch, train_vision_case, visi
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.model_source import resolve_model
-from nemo_rl.models.policy.vision import GRIDS, PIXELS, check_takes_pictures, check_vision_tower
+from nemo_rl.models.policy.vision import GRIDS, PIXELS, check_vision_tower
 
 CASES = ("trained", "frozen")
 TOWER = "model.visual."
@@ -141,18 +141,13 @@ def test_the_optimizer_holds_what_is_trained_and_the_refit_knows_what_is_not(
         assert ranks["trained"]["num_optimized"] == seen["num_parameters"]
 
 
-def test_a_text_model_has_no_tower_to_freeze_and_takes_no_pictures(tmp_path: Path, vision_folder: Path) -> None:
+def test_a_text_model_has_no_tower_to_freeze(tmp_path: Path, vision_folder: Path) -> None:
     text = resolve_model("tiny-random-qwen3", tmp_path)
     with pytest.raises(
         ValueError, match=r"policy\.freeze_vision_tower: got true; Qwen3ForCausalLM has no vision tower"
     ):
         check_vision_tower(text)
-    with pytest.raises(
-        ValueError, match=r"policy\.model_name: .* is a Qwen3ForCausalLM; allowed for prompts with pict"
-    ):
-        check_takes_pictures(text)
     check_vision_tower(vision_folder)
-    check_takes_pictures(vision_folder)
 
 
 def test_columns_of_tensor_mappings_survive_every_operation_of_a_batch(vision_folder: Path) -> None:
