@@ -341,14 +341,38 @@ class ResponseDataConfig(Section):
     """Key of the prompt."""
     output_key: str = "output"
     """Key of the reference answer."""
+    image_key: str | None = None
+    """Key of a picture's path, from the file's folder, or of a list of paths; needs a vision-language model. Null: none."""
     shuffle: bool = True
     """A new order of the training prompts in each epoch."""
     prompt: str = "{problem}"
     """The user's message; `{problem}` stands for the problem."""
 
 
+class PicturesDataConfig(Section):
+    dataset_name: Literal["pictures"]
+    """Pictures drawn from a seed, for a vision-language model; training and validation pictures differ."""
+    tasks: Annotated[list[Literal["count_shapes", "read_digit"]], Field(min_length=1)] = ["count_shapes", "read_digit"]
+    """`count_shapes`: how many circles or squares there are; `read_digit`: which digit it is."""
+    image_size: Annotated[int, Field(ge=28, le=1024)] = 56
+    """Pixels of each edge."""
+    max_shapes: Annotated[int, Field(ge=1, le=9)] = 5
+    """Most shapes to count."""
+    num_train: PositiveInt = 1024
+    """Training problems."""
+    num_validation: Annotated[int, Field(ge=0)] = 64
+    """Validation problems."""
+    seed: Seed = 42
+    """Of the problems."""
+    shuffle: bool = True
+    """A new order of the training prompts in each epoch."""
+    prompt: str = "{problem} Answer with a number."
+    """The user's message beside the picture; `{problem}` stands for the question."""
+
+
 DataConfig = Annotated[
-    ArithmeticDataConfig | ReasoningGymDataConfig | ResponseDataConfig, Field(discriminator="dataset_name")
+    ArithmeticDataConfig | ReasoningGymDataConfig | ResponseDataConfig | PicturesDataConfig,
+    Field(discriminator="dataset_name"),
 ]
 
 

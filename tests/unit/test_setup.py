@@ -60,6 +60,7 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
     ("overrides", "line"),
     [
         (["policy.model_name=/no/such/folder"], "policy.model_name: "),
+        (["data.dataset_name=pictures"], "policy.model_name: "),
         (["policy.tokenizer.chat_template='{{ nothing }}'"], "policy.tokenizer.chat_template: "),
         (
             ["policy.freeze_vision_tower=true"],
