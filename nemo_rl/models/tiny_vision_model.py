@@ -31,7 +31,7 @@ def write_tiny_random_qwen3_vl(folder: Path) -> None:
     from transformers import Qwen3VLForConditionalGeneration
 
     tokenizer = make_vision_tokenizer(QWEN_TOKENS)
-    config = make_tiny_qwen3_vl_config(vocab_size=len(tokenizer), tied=False)
+    config: Any = make_tiny_qwen3_vl_config(vocab_size=len(tokenizer), tied=False)
     config.dtype = config.text_config.dtype = config.vision_config.dtype = torch.float32
     model = Qwen3VLForConditionalGeneration(config)
     fill_weights(model)
