@@ -1,6 +1,6 @@
 """Training with pictures, FSDP2 at 1 and 2 ranks, of which one alone has pictures, against a plain single process.
 
-Float32; loss, gradient norm (relative) and every weight after three steps within 1e-5.
+The tower is trained, or frozen and with activation checkpointing. Float32; loss, gradient norm (relative) and every weight after three steps within 1e-5.
 """
 
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ class VisionCase:
     folder: str
     port: int
     frozen: bool
-    micro_batch: int = 2
+    """And with activation checkpointing."""
 
 
 def train_vision_case(case: VisionCase, rank: int, world_size: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def train_vision_case(case: VisionCase, rank: int, world_size: int) -> dict[str,
 
 
 def _make_worker(case: VisionCase, rank: int, world_size: int) -> DTensorPolicyWorkerV2:
-    cfg = cases.policy_config(micro_batch=case.micro_batch).model_copy(update={"freeze_vision_tower": case.frozen})
+    cfg = cases.policy_config(checkpointing=case.frozen).model_copy(update={"freeze_vision_tower": case.frozen})
     return cases.make_worker(case.folder, cfg, rank=rank, world_size=world_size, port=case.port)
 
 
