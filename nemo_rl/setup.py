@@ -104,7 +104,9 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
             shuffle=config.data.shuffle,
             vision=vision,
         ),
-        validation_prompts=collate_prompts(validation, pad_token_id, vision) if validation else None,
+        validation_prompts=(
+            collate_prompts(validation[: config.grpo.max_val_samples], pad_token_id, vision) if validation else None
+        ),
         environment=environment,
         vision=vision,
     )

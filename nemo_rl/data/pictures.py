@@ -45,8 +45,8 @@ def load_pictures(config: PicturesDataConfig) -> DatasetSplit:
         else:
             train.append(problem)
     raise ValueError(
-        f"data.num_validation: got {config.num_validation}; only {len(validation)} distinct held-out pictures were found; "
-        "raise data.image_size or ask for fewer"
+        f"data.num_validation: got {config.num_validation}; only {len(validation)} distinct held-out pictures were "
+        "found; raise data.image_size or ask for fewer"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a vision-language model's processor makes of pictures: placeholder tokens, and the tensors that the trainer feeds."""
+"""What a vision-language model's processor makes of pictures: image tokens in a prompt, and tensors for the trainer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +52,11 @@ class VisionProcessor:
         """Repeat the image token of each picture as often as the model reads it.
 
         Raises:
-            ValueError: the text has another number of image tokens than there are pictures.
+            ValueError: the text has another number of image tokens than there are pictures, or two side by side, which
+                the engine would take for one.
         """
         parts = text.split(self.image_token)
-        if len(parts) - 1 != len(images):
+        if len(parts) - 1 != len(images) or "" in parts[1:-1]:
             raise ValueError(
                 f"data: a prompt has {len(parts) - 1} image tokens {self.image_token!r} for {len(images)} pictures: {text!r}"
             )

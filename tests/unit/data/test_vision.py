@@ -102,6 +102,8 @@ def test_an_image_token_in_the_users_words_is_refused(
     encoder = ChatEncoder(tokenizer, None, vision)
     with pytest.raises(ValueError, match=r"data: a prompt has 2 image tokens '<\|image_pad\|>' for 1 pictures: "):
         encoder.encode(Problem("see <|image_pad|>", "3", (draw((56, 56)),)))
+    with pytest.raises(ValueError, match="has 2 image tokens .* for 2 pictures: "):
+        vision.expand("<|image_pad|><|image_pad|>", [draw((56, 56))] * 2)
 
 
 def test_a_template_that_knows_no_pictures_is_refused(
