@@ -85,8 +85,8 @@ def test_a_hundred_answers_with_and_a_hundred_without_a_picture_after_a_refit(tm
 
 
 def with_picture(run: Participants) -> BatchedDataDict:
-    """Prompts of 25 batches of 4."""
-    return BatchedDataDict.from_batches([run.train_prompts.next_batch() for _ in range(NUM_ANSWERS // 4)])
+    batches = [run.train_prompts.next_batch() for _ in range(math.ceil(NUM_ANSWERS / 8))]
+    return BatchedDataDict.from_batches(batches).slice(0, NUM_ANSWERS)
 
 
 def without_picture(run: Participants) -> BatchedDataDict:
