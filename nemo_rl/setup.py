@@ -20,7 +20,9 @@ from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.chat import ChatEncoder, EncodedPrompt, encode_problems, load_tokenizer
 from nemo_rl.data.datasets import load_problems
+from nemo_rl.data.interfaces import DatasetSplit
 from nemo_rl.data.loader import PromptLoader, collate_prompts
+from nemo_rl.data.vision import VisionProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.environments.factory import make_environment
@@ -30,6 +32,7 @@ from nemo_rl.models.model_source import check_model, resolve_model
 from nemo_rl.models.policy.checkpoint import check_checkpoint
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.utils import PRECISION_DTYPES
+from nemo_rl.models.policy.vision import check_vision_tower
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import RunFolder, check_writable
@@ -50,6 +53,8 @@ class Inputs:
     train_prompts: PromptLoader
     validation_prompts: BatchedDataDict | None
     environment: EnvironmentInterface
+    vision: VisionProcessor | None = None
+    """None when no problem has a picture."""
 
 
 def prepare_inputs(config: MasterConfig) -> Inputs:
@@ -68,8 +73,11 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     model_folder = resolve_model(config.policy.model_name)
     vocab_size = check_model(model_folder)
     check_checkpoint(model_folder, PRECISION_DTYPES[config.policy.precision])
+    if config.policy.freeze_vision_tower:
+        check_vision_tower(model_folder)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
-    encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
+    vision = VisionProcessor.load(model_folder) if _has_images(problems) else None
+    encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template, vision)
     pad_token_id = int(tokenizer.pad_token_id)
     train, validation = (
         encode_problems(part, encoder, config.policy.max_total_sequence_length)
@@ -94,10 +102,18 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
             pad_token_id=pad_token_id,
             seed=config.grpo.seed,
             shuffle=config.data.shuffle,
+            vision=vision,
         ),
-        validation_prompts=collate_prompts(validation, pad_token_id) if validation else None,
+        validation_prompts=(
+            collate_prompts(validation[: config.grpo.max_val_samples], pad_token_id, vision) if validation else None
+        ),
         environment=environment,
+        vision=vision,
     )
+
+
+def _has_images(problems: DatasetSplit) -> bool:
+    return any(problem.images for problem in (*problems.train, *problems.validation))
 
 
 def _check_token_ids(config: MasterConfig, vocab_size: int, prompts: Sequence[EncodedPrompt]) -> None:
@@ -159,7 +175,11 @@ def start_participants(
         stack.callback(generation.shutdown)
         stack.callback(policy.shutdown)
         generation.launch(
-            engine_slots, model_folder=inputs.model_folder, tokenizer=inputs.tokenizer, log_folder=folder.engine_logs
+            engine_slots,
+            model_folder=inputs.model_folder,
+            tokenizer=inputs.tokenizer,
+            log_folder=folder.engine_logs,
+            image_token_id=inputs.vision.image_token_id if inputs.vision else None,
         )
         policy.launch(
             trainer_slots,

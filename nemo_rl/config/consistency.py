@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemo_rl.config.errors import ConfigError, refusal
 from nemo_rl.config.layout import make_layout
-from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, ResponseDataConfig
+from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, PicturesDataConfig, ResponseDataConfig
 
 _SERVER = "policy.generation.sglang_cfg.sglang_server_config"
 
@@ -18,6 +18,8 @@ RESERVED_ARGS = (
     "--quantize-and-serve", "--rl-quant-profile", "--modelopt-quant",
     # It writes both keys to disk.
     "--crash-dump-folder",
+    # The engine must read pictures as the trainer does.
+    "--mm-process-config", "--image-processor-backend", "--disable-fast-image-processor",
 )  # fmt: skip
 """Arguments of the server that repeat or contradict what the program sets."""
 RESERVED_PREFIX = "--speculative"
@@ -112,6 +114,12 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
     off = "or set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
     if "{problem}" not in data.prompt:
         yield refusal("data.prompt", data.prompt, "must contain {problem}")
+    has_images = isinstance(data, PicturesDataConfig) or (
+        isinstance(data, ResponseDataConfig) and data.image_key is not None
+    )
+    if has_images and config.policy.tokenizer.name is not None:
+        only = "only null with pictures: trainer and engine read them by the model's own processor"
+        yield refusal("policy.tokenizer.name", config.policy.tokenizer.name, only)
     if isinstance(data, ResponseDataConfig):
         if grpo.validates and data.val_data_path is None:
             yield refusal("data.val_data_path", None, f"validation needs a file; {off}")

@@ -193,7 +193,7 @@ class GenerationConfig(Section):
 
 class PolicyConfig(Section):
     model_name: NonEmptyStr
-    """Hub id, local folder, `smollm2-135m-instruct` (from its package) or `tiny-random-qwen3`."""
+    """Hub id, local folder, `smollm2-135m-instruct` (from its package), `tiny-random-qwen3` or `tiny-random-qwen3-vl`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute and wire dtype; master weights, gradients and optimizer state are float32."""
@@ -207,6 +207,8 @@ class PolicyConfig(Section):
     """Prompt and response, in tokens."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
     """Gradients are clipped to this norm over all ranks; null: not clipped."""
+    freeze_vision_tower: bool = False
+    """Do not train what a vision-language model makes picture features with; refused for a text model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
     """Warm-up or decay of the learning rate; null: constant."""
@@ -339,14 +341,38 @@ class ResponseDataConfig(Section):
     """Key of the prompt."""
     output_key: str = "output"
     """Key of the reference answer."""
+    image_key: str | None = None
+    """Key of a picture's path, from the file's folder, or of a list of paths; needs a vision-language model. Null: none."""
     shuffle: bool = True
     """A new order of the training prompts in each epoch."""
     prompt: str = "{problem}"
     """The user's message; `{problem}` stands for the problem."""
 
 
+class PicturesDataConfig(Section):
+    dataset_name: Literal["pictures"]
+    """Pictures drawn from a seed, for a vision-language model; training and validation pictures differ."""
+    tasks: Annotated[list[Literal["count_shapes", "read_digit"]], Field(min_length=1)] = ["count_shapes", "read_digit"]
+    """`count_shapes`: how many circles or squares there are; `read_digit`: which digit it is."""
+    image_size: Annotated[int, Field(ge=28, le=1024)] = 56
+    """Pixels of each edge."""
+    max_shapes: Annotated[int, Field(ge=1, le=9)] = 5
+    """Most shapes to count."""
+    num_train: PositiveInt = 1024
+    """Training problems."""
+    num_validation: Annotated[int, Field(ge=0)] = 64
+    """Validation problems."""
+    seed: Seed = 42
+    """Of the problems."""
+    shuffle: bool = True
+    """A new order of the training prompts in each epoch."""
+    prompt: str = "{problem} Answer with a number."
+    """The user's message beside the picture; `{problem}` stands for the question."""
+
+
 DataConfig = Annotated[
-    ArithmeticDataConfig | ReasoningGymDataConfig | ResponseDataConfig, Field(discriminator="dataset_name")
+    ArithmeticDataConfig | ReasoningGymDataConfig | ResponseDataConfig | PicturesDataConfig,
+    Field(discriminator="dataset_name"),
 ]
 
 

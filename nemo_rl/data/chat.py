@@ -10,7 +10,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.config.schema import TokenizerConfig
+from nemo_rl.data.image_files import ImageSource
 from nemo_rl.data.interfaces import Problem
+from nemo_rl.data.vision import VisionProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -58,50 +60,62 @@ class EncodedPrompt:
     text: str
     """What the model reads, template included."""
     token_ids: tuple[int, ...]
+    """Each picture with all of its image tokens."""
     reference: Any
+    images: tuple[ImageSource, ...] = ()
+    """Read when the prompt is used: their tensors take a thousand times the memory of the text."""
 
 
 class ChatEncoder:
-    """Renders a user message and tokenizes it."""
+    """Renders a user message, pictures first, and tokenizes it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, vision: VisionProcessor | None = None
+    ) -> None:
         """
         Args:
-            chat_template: `default`: the tokenizer's own; None: raw text; anything else: a Jinja template.
+            chat_template: `default`: the model's own; None: raw text; anything else: a Jinja template.
+            vision: None: no message has a picture, and templates get plain strings.
 
         Raises:
             ValueError: there is no such template, or it cannot render a user message; names the key.
         """
         self._tokenizer = tokenizer
-        self._template = _find_template(tokenizer, chat_template)
+        self._vision = vision
+        self._template = _find_template(tokenizer, chat_template, vision)
         if self._template is not None:
             self._probe()
 
-    def render(self, prompt: str) -> str:
-        """The text that the model continues."""
+    def render(self, prompt: str, num_images: int = 0) -> str:
+        """The text that the model continues, with one image token per picture."""
         if self._template is None:
-            return prompt
-        message = [{"role": "user", "content": prompt}]
+            return (self._vision.placeholder * num_images if self._vision else "") + prompt
+        parts = [{"type": "image"}] * num_images + [{"type": "text", "text": prompt}]
+        message: list[dict[str, Any]] = [{"role": "user", "content": parts if self._vision else prompt}]
         text = self._tokenizer.apply_chat_template(
             message, chat_template=self._template, add_generation_prompt=True, tokenize=False
         )
         return str(text)
 
     def encode(self, problem: Problem) -> EncodedPrompt:
-        text = self.render(problem.prompt)
+        """Raises ValueError when the prompt has another number of image tokens than of pictures."""
+        text = self.render(problem.prompt, len(problem.images))
+        expanded = self._vision.expand(text, problem.images) if self._vision else text
         # A template writes its special tokens itself; raw text gets the ones that the tokenizer adds.
-        token_ids = self._tokenizer(text, add_special_tokens=self._template is None)["input_ids"]
-        return EncodedPrompt(text=text, token_ids=tuple(token_ids), reference=problem.reference)
+        token_ids = self._tokenizer(expanded, add_special_tokens=self._template is None)["input_ids"]
+        return EncodedPrompt(text=text, token_ids=tuple(token_ids), reference=problem.reference, images=problem.images)
 
     def _probe(self) -> None:
         probe = "a < b"
         try:
-            text = self.render(probe)
+            text = self.render(probe, num_images=1 if self._vision else 0)
         except _TEMPLATE_ERRORS as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{_KEY}: the template cannot render a user message ({reason})") from error
         if probe not in text:
             raise ValueError(f"{_KEY}: the template leaves out or changes the user's message; it gives {text!r}")
+        if self._vision and text.count(self._vision.image_token) != 1:
+            raise ValueError(f"{_KEY}: the template gives a picture no placeholder of its own; it gives {text!r}")
 
 
 def encode_problems(
@@ -126,9 +140,13 @@ def encode_problems(
     return kept
 
 
-def _find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str | None:
+def _find_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, vision: VisionProcessor | None
+) -> str | None:
     if chat_template != "default":
         return chat_template
+    if vision is not None and vision.chat_template:
+        return vision.chat_template
     if not tokenizer.chat_template:
         raise ValueError(
             f"{_KEY}: got 'default', but the tokenizer has no chat template; "

@@ -1,8 +1,9 @@
 """From `data.*` to problems."""
 
-from nemo_rl.config.schema import ArithmeticDataConfig, DataConfig, ReasoningGymDataConfig
+from nemo_rl.config.schema import ArithmeticDataConfig, DataConfig, PicturesDataConfig, ReasoningGymDataConfig
 from nemo_rl.data.arithmetic import load_arithmetic
 from nemo_rl.data.interfaces import DatasetSplit
+from nemo_rl.data.pictures import load_pictures
 from nemo_rl.data.reasoning_gym_data import load_reasoning_gym
 from nemo_rl.data.response_dataset import load_response_dataset
 
@@ -19,4 +20,6 @@ def load_problems(config: DataConfig) -> DatasetSplit:
         return load_arithmetic(config)
     if isinstance(config, ReasoningGymDataConfig):
         return load_reasoning_gym(config)
+    if isinstance(config, PicturesDataConfig):
+        return load_pictures(config)
     return load_response_dataset(config)

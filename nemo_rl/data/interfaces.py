@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.data.image_files import ImageSource
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -10,6 +12,8 @@ class Problem:
     """The user's message, before the chat template."""
     reference: Any
     """What the environment compares a response with."""
+    images: tuple[ImageSource, ...] = ()
+    """Pictures, which the user's message begins with."""
 
 
 @dataclass(frozen=True)

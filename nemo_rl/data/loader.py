@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from nemo_rl.data.chat import EncodedPrompt
+from nemo_rl.data.vision import VisionProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -17,7 +18,14 @@ class PromptLoader:
     """
 
     def __init__(
-        self, prompts: Sequence[EncodedPrompt], *, batch_size: int, pad_token_id: int, seed: int, shuffle: bool
+        self,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        batch_size: int,
+        pad_token_id: int,
+        seed: int,
+        shuffle: bool,
+        vision: VisionProcessor | None = None,
     ) -> None:
         """Raises ValueError when there are fewer prompts than `batch_size`."""
         if len(prompts) < batch_size:
@@ -27,6 +35,7 @@ class PromptLoader:
         self._prompts = prompts
         self._batch_size = batch_size
         self._pad_token_id = pad_token_id
+        self._vision = vision
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = 0
@@ -43,14 +52,18 @@ class PromptLoader:
         return len(self._prompts) // self._batch_size
 
     def next_batch(self) -> BatchedDataDict:
-        """See `collate_prompts`."""
+        """See `collate_prompts`; with pictures also the list `multimodal`, see `VisionProcessor.tensors`."""
         start = self._position * self._batch_size
         indices = self._order[start : start + self._batch_size]
         self._position += 1
         if self._position == self.num_batches_per_epoch:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._make_order()
-        return collate_prompts([self._prompts[i] for i in indices], self._pad_token_id)
+        prompts = [self._prompts[i] for i in indices]
+        batch = collate_prompts(prompts, self._pad_token_id, self._vision)
+        if self._vision is not None:
+            batch["multimodal"] = [self._vision.tensors(prompt.images) for prompt in prompts]
+        return batch
 
     def _make_order(self) -> list[int]:
         order = list(range(len(self._prompts)))
@@ -59,15 +72,23 @@ class PromptLoader:
         return order
 
 
-def collate_prompts(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> BatchedDataDict:
-    """`input_ids [batch, prompt_len]` int64, right-padded; `input_lengths [batch]` int64; lists `prompt`, `reference`."""
+def collate_prompts(
+    prompts: Sequence[EncodedPrompt], pad_token_id: int, vision: VisionProcessor | None = None
+) -> BatchedDataDict:
+    """`input_ids [batch, prompt_len]` int64, right-padded; `input_lengths [batch]` int64; lists `prompt`, `reference`.
+
+    With `vision` also the list `images`: the data URIs of each prompt, of some none.
+    """
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.full((len(prompts), max(lengths, default=0)), pad_token_id, dtype=torch.long)
     for row, prompt in zip(input_ids, prompts, strict=True):
         row[: len(prompt.token_ids)] = torch.tensor(prompt.token_ids, dtype=torch.long)
-    return BatchedDataDict(
+    batch = BatchedDataDict(
         input_ids=input_ids,
         input_lengths=torch.tensor(lengths, dtype=torch.long),
         prompt=[prompt.text for prompt in prompts],
         reference=[prompt.reference for prompt in prompts],
     )
+    if vision is not None:
+        batch["images"] = [vision.data_uris(prompt.images) for prompt in prompts]
+    return batch

@@ -8,7 +8,7 @@ import torch
 
 
 class BatchedDataDict(UserDict[str, Any]):
-    """Maps names to tensors `[batch, ...]` or lists of length `batch`."""
+    """Maps names to tensors `[batch, ...]` or lists of length `batch`, also of mappings of tensors."""
 
     @property
     def size(self) -> int:
@@ -65,7 +65,16 @@ class BatchedDataDict(UserDict[str, Any]):
             yield self.slice(start, start + microbatch_size)
 
     def to(self, device: torch.device | str) -> "BatchedDataDict":
-        return type(self)({k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.data.items()})
+        """Tensors, also those of mappings in lists; everything else is left as it is."""
+        return type(self)({name: _moved(value, device) for name, value in self.data.items()})
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(item, device) for name, item in value.items()}
+    return [_moved(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _pad_to(value: torch.Tensor, width: int, pad: float) -> torch.Tensor:

@@ -23,7 +23,8 @@ class Rollout:
 
     samples: BatchedDataDict
     """`input_ids [batch, seq]`, `input_lengths [batch]`, `token_mask [batch, seq]` (1 on response tokens),
-    `sample_mask [batch]`, `generation_logprobs [batch, seq]`, `truncated [batch]`."""
+    `sample_mask [batch]`, `generation_logprobs [batch, seq]`, `truncated [batch]`; where the prompts have it, the list
+    `multimodal`: the tensors of each sample's pictures, one object for all samples of a prompt."""
     rewards: torch.Tensor
     """`[batch]` float32."""
     prompts: list[str]
@@ -55,8 +56,10 @@ def run_rollout(
     tokenizer: Decoder,
     greedy: bool = False,
 ) -> Rollout:
-    """One response per row of `prompts` (`input_ids`, `input_lengths`, `prompt`, `reference`), scored."""
-    inputs = BatchedDataDict({name: prompts[name] for name in ("input_ids", "input_lengths")})
+    """One response per row of `prompts` (see `PromptLoader.next_batch`), scored."""
+    inputs = BatchedDataDict(
+        {name: prompts[name] for name in ("input_ids", "input_lengths", "images") if name in prompts}
+    )
     out = generation.generate(inputs, greedy=greedy)
     starts, ends = prompts["input_lengths"], out["unpadded_sequence_lengths"]
     rows = zip(out["output_ids"].tolist(), starts.tolist(), ends.tolist(), strict=True)
@@ -73,6 +76,8 @@ def run_rollout(
             "truncated": out["truncated"],
         }
     )
+    if "multimodal" in prompts:
+        samples["multimodal"] = prompts["multimodal"]
     return Rollout(
         samples=samples,
         rewards=torch.tensor(rewards, dtype=torch.float32),

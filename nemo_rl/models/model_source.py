@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
+from nemo_rl.models.tiny_vision_model import write_tiny_random_qwen3_vl
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,7 +34,7 @@ def resolve_model(model_name: str, cache_dir: Path | None = None) -> Path:
     """Return a local Hugging Face folder for `model_name`.
 
     Args:
-        model_name: a local folder, `smollm2-135m-instruct`, `tiny-random-qwen3` or a hub id.
+        model_name: a local folder, `smollm2-135m-instruct`, `tiny-random-qwen3`, `tiny-random-qwen3-vl` or a hub id.
         cache_dir: where built folders are kept; None: `$NRL_CACHE`, else `~/.cache/nemo_rl`.
 
     Raises:
@@ -227,4 +228,5 @@ def _download(model_name: str) -> Path:
 _BUILDERS: dict[str, Callable[[Path], None]] = {
     "smollm2-135m-instruct": _write_smollm2,
     "tiny-random-qwen3": write_tiny_random_qwen3,
+    "tiny-random-qwen3-vl": write_tiny_random_qwen3_vl,
 }

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 _SEED = 0
 _SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]
@@ -65,17 +65,24 @@ def make_tiny_qwen3(vocab_size: int) -> "Qwen3ForCausalLM":
         dtype=torch.float32,
     )
     model = Qwen3ForCausalLM(config)
+    fill_weights(model)
+    return model
+
+
+def fill_weights(model: "PreTrainedModel") -> None:
+    """Draw every parameter in float32, the same each time."""
+    import torch
+
     generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             _fill(name, weight, generator)
-    return model
 
 
 def _fill(name: str, weight: "torch.Tensor", generator: "torch.Generator") -> None:
     """Weights far from their defaults: logits spread out, and a weight that was not sent shows in the output."""
     weight.normal_(generator=generator)
     if weight.dim() == 1:
-        weight.mul_(0.1).add_(1.0)
-    elif name != "model.embed_tokens.weight":
-        weight.mul_(2.0 if name == "lm_head.weight" else 1.0).div_(weight.shape[1] ** 0.5)
+        weight.mul_(0.1).add_(0.0 if name.endswith(".bias") else 1.0)
+    elif not name.endswith("embed_tokens.weight"):
+        weight.mul_(2.0 if name == "lm_head.weight" else 1.0).div_(weight[0].numel() ** 0.5)

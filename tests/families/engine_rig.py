@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.engine_rules import CONSTANT_TENSORS
 from nemo_rl.distributed.weight_transfer.manifest import Manifest
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+from nemo_rl.models.model_source import read_config
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.parallelize import load_sharded_model
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
@@ -100,8 +101,11 @@ class EngineRig:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def prove(self, family: Family) -> Row:
+    def prove(self, family: Family, then: Callable[[SGLangGeneration, Path], None] | None = None) -> Row:
         """Write two checkpoints, start the engine on the first and send both in every way.
+
+        Args:
+            then: called with the engine at the end, and with the checkpoint that it holds.
 
         Raises:
             AssertionError: the engine loads from disk what it then does not hold, or answers otherwise than after a
@@ -113,7 +117,10 @@ class EngineRig:
         for seed, target in enumerate(folders):
             write_checkpoint(family, target, seed=seed)
         with self.engine(family, folders[0], folder) as generation:
-            return self._prove(family, generation, folders, start_s)
+            row = self._prove(family, generation, folders, start_s)
+            if then is not None:
+                then(generation, folders[0])
+            return row
 
     def _prove(self, family: Family, generation: SGLangGeneration, folders: list[Path], start_s: float) -> Row:
         first = digests_of(generation)
@@ -205,6 +212,7 @@ class EngineRig:
                 model_folder=model_folder,
                 tokenizer=AutoTokenizer.from_pretrained(model_folder),
                 log_folder=log_folder,
+                image_token_id=getattr(read_config(model_folder), "image_token_id", None),
             )
             generation.wait_ready()
             yield generation

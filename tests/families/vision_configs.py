@@ -19,10 +19,17 @@ from vision_processors import (
     FIXED_PATCH_SIZE,
     GEMMA3_TOKENS_PER_IMAGE,
     QWEN2_PATCH_SIZE,
-    QWEN3_PATCH_SIZE,
-    QWEN_MERGE_SIZE,
     VOCAB_SIZE,
     special_token_id,
+)
+
+from nemo_rl.models.tiny_vision_model import (
+    QWEN_MERGE_SIZE,
+    make_tiny_qwen3_vl_config,
+    qwen3_text,
+    qwen3_vision,
+    qwen_token_ids,
+    tiny_text,
 )
 
 _VISION_HIDDEN_SIZE = 32
@@ -30,18 +37,7 @@ _VISION_HIDDEN_SIZE = 32
 _WIDE_VISION_SIZE = 128
 _HEAD_DIM = 16
 NUM_EXPERTS = 4
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_TEXT = tiny_text(VOCAB_SIZE)
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _QWEN_VISION: dict[str, Any] = {"depth": 2, "num_heads": 2, "spatial_merge_size": QWEN_MERGE_SIZE}
 _FIXED_VISION: dict[str, Any] = {
@@ -52,15 +48,6 @@ _FIXED_VISION: dict[str, Any] = {
     "image_size": FIXED_IMAGE_SIZE,
     "patch_size": FIXED_PATCH_SIZE,
 }
-
-
-def _qwen_image_tokens() -> dict[str, Any]:
-    return {
-        "image_token_id": special_token_id("<|image_pad|>"),
-        "video_token_id": special_token_id("<|video_pad|>"),
-        "vision_start_token_id": special_token_id("<|vision_start|>"),
-        "vision_end_token_id": special_token_id("<|vision_end|>"),
-    }
 
 
 def make_qwen2_vl() -> Qwen2VLConfig:
@@ -74,7 +61,7 @@ def make_qwen2_vl() -> Qwen2VLConfig:
         "in_chans": 3,
     }
     return Qwen2VLConfig(
-        text_config={**_TEXT, "rope_parameters": dict(_MROPE)}, vision_config=vision, **_qwen_image_tokens()
+        text_config={**_TEXT, "rope_parameters": dict(_MROPE)}, vision_config=vision, **qwen_token_ids()
     )
 
 
@@ -89,32 +76,12 @@ def make_qwen2_5_vl() -> Qwen2_5_VLConfig:
         "fullatt_block_indexes": [1],
     }
     return Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": dict(_MROPE)}, vision_config=vision, **_qwen_image_tokens()
+        text_config={**_TEXT, "rope_parameters": dict(_MROPE)}, vision_config=vision, **qwen_token_ids()
     )
-
-
-def _qwen3_vision() -> dict[str, Any]:
-    return {
-        **_QWEN_VISION,
-        "hidden_size": _VISION_HIDDEN_SIZE,
-        "intermediate_size": _WIDE_VISION_SIZE,
-        "out_hidden_size": _TEXT["hidden_size"],
-        "patch_size": QWEN3_PATCH_SIZE,
-        "num_position_embeddings": 16,
-    }
-
-
-def _qwen3_text() -> dict[str, Any]:
-    return {**_TEXT, "head_dim": _HEAD_DIM, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}
 
 
 def make_qwen3_vl(*, tied: bool) -> Qwen3VLConfig:
-    return Qwen3VLConfig(
-        text_config=_qwen3_text(),
-        vision_config={**_qwen3_vision(), "deepstack_visual_indexes": [0, 1]},
-        tie_word_embeddings=tied,
-        **_qwen_image_tokens(),
-    )
+    return make_tiny_qwen3_vl_config(vocab_size=VOCAB_SIZE, tied=tied)
 
 
 def make_qwen3_vl_moe() -> Qwen3VLMoeConfig:
@@ -125,9 +92,9 @@ def make_qwen3_vl_moe() -> Qwen3VLMoeConfig:
         "tie_word_embeddings": False,
     }
     return Qwen3VLMoeConfig(
-        text_config={**_qwen3_text(), **experts},
-        vision_config={**_qwen3_vision(), "deepstack_visual_indexes": [0, 1]},
-        **_qwen_image_tokens(),
+        text_config={**qwen3_text(VOCAB_SIZE), **experts},
+        vision_config={**qwen3_vision(), "deepstack_visual_indexes": [0, 1]},
+        **qwen_token_ids(),
     )
 
 
@@ -155,11 +122,11 @@ def _qwen3_5_text() -> dict[str, Any]:
 
 def _qwen3_5_vision() -> dict[str, Any]:
     # As in the hub's config.json. Without it the engine makes mergers that no checkpoint has.
-    return {**_qwen3_vision(), "deepstack_visual_indexes": []}
+    return {**qwen3_vision(), "deepstack_visual_indexes": []}
 
 
 def make_qwen3_5() -> Qwen3_5Config:
-    return Qwen3_5Config(text_config=_qwen3_5_text(), vision_config=_qwen3_5_vision(), **_qwen_image_tokens())
+    return Qwen3_5Config(text_config=_qwen3_5_text(), vision_config=_qwen3_5_vision(), **qwen_token_ids())
 
 
 def make_qwen3_5_moe() -> Qwen3_5MoeConfig:
@@ -171,7 +138,7 @@ def make_qwen3_5_moe() -> Qwen3_5MoeConfig:
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 80,
     }
-    return Qwen3_5MoeConfig(text_config={**text, **experts}, vision_config=_qwen3_5_vision(), **_qwen_image_tokens())
+    return Qwen3_5MoeConfig(text_config={**text, **experts}, vision_config=_qwen3_5_vision(), **qwen_token_ids())
 
 
 def make_gemma3() -> Gemma3Config:

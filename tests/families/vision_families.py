@@ -24,7 +24,9 @@ from vision_processors import (
     write_qwen3_vl_processor,
 )
 
-_QWEN_IMAGE_PROMPT = "look: <|vision_start|><|image_pad|><|vision_end|> what is it?"
+from nemo_rl.models.tiny_vision_model import QWEN_IMAGE
+
+_QWEN_IMAGE_PROMPT = f"look: {QWEN_IMAGE} what is it?"
 # What `/health` would generate ends the server.
 
 

@@ -60,7 +60,12 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
     ("overrides", "line"),
     [
         (["policy.model_name=/no/such/folder"], "policy.model_name: "),
+        (["data.dataset_name=pictures"], "policy.model_name: "),
         (["policy.tokenizer.chat_template='{{ nothing }}'"], "policy.tokenizer.chat_template: "),
+        (
+            ["policy.freeze_vision_tower=true"],
+            "policy.freeze_vision_tower: got true; Qwen3ForCausalLM has no vision tower",
+        ),
         (["checkpointing.checkpoint_dir=/proc/model"], "checkpointing.checkpoint_dir: got '/proc/model'; "),
         (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (

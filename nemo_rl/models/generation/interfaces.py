@@ -41,7 +41,8 @@ class GenerationInterface(ABC):
 
         Args:
             data: `input_ids [batch, prompt_len]` int64, right-padded; `input_lengths [batch]` int64; optionally
-                `stop_strings`, a list of `list[str] | None` per sample, added to the configured ones.
+                `stop_strings`, a list of `list[str] | None` per sample, added to the configured ones; and `images`, a
+                list of data URIs per sample, whose image tokens `input_ids` holds.
             greedy: temperature 0 (validation).
 
         Returns:

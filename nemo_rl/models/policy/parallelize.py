@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.checkpoint import check_loaded, read_headers
 from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan
+from nemo_rl.models.policy.vision import find_vision_tower
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ShardOptions:
     master_dtype: torch.dtype = torch.float32
     """Dtype of the shards."""
     trainable: bool = True
+    freeze_vision_tower: bool = False
     attention: str | None = None
     """Implementation by its name in transformers; null: its own choice."""
     activation_checkpointing: bool = False
@@ -217,8 +219,11 @@ def _build_on_meta(plan: ModelPlan, options: ShardOptions) -> PreTrainedModel:
     model.generation_config = plan.generation_config
     # fully_shard gives the class a new name, after which transformers no longer finds the conversions by itself.
     model._weight_conversions = plan.conversions
-    trainable: PreTrainedModel = model.requires_grad_(options.trainable)
-    return trainable
+    model.requires_grad_(options.trainable)
+    if options.freeze_vision_tower:
+        find_vision_tower(model).requires_grad_(False)
+    built: PreTrainedModel = model
+    return built
 
 
 def _tie(model: nn.Module, tied: dict[str, str]) -> None:

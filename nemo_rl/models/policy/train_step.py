@@ -1,6 +1,6 @@
 """Log-probs and one optimizer step, as functions of a sharded model and a rank's part of the batch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,15 @@ from nemo_rl.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import LossFunction, LossNormalizer, TrainResult
 from nemo_rl.models.policy.parallelize import compute_device, fsdp_modules, reshard
+from nemo_rl.models.policy.vision import Pictures, forward_inputs
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits that are held in float32 at a time."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """Of those that are trained."""
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     kwargs = config.kwargs
     beta1, beta2 = kwargs.betas
     return torch.optim.AdamW(
@@ -63,7 +66,11 @@ def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def token_logprobs(
-    model: PreTrainedModel, input_ids: torch.Tensor, selected: torch.Tensor, temperature: float
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    selected: torch.Tensor,
+    temperature: float,
+    pictures: Sequence[Pictures] | None = None,
 ) -> torch.Tensor:
     """Log-prob of each selected token given those before it.
 
@@ -74,13 +81,17 @@ def token_logprobs(
     Args:
         input_ids: `[batch, seq]` int64, right-padded.
         selected: `[batch, seq - 1]` bool; column t stands for token t + 1.
+        pictures: of each sample; None: a run without pictures.
 
     Returns:
         `[batch, seq - 1]` float32, 0 where not selected.
     """
     rows, columns = selected.nonzero(as_tuple=True)
-    with _head_at(model, rows * input_ids.shape[1] + columns):
-        logits = model(input_ids=input_ids, use_cache=False).logits[0]
+    with (
+        forward_inputs(model, input_ids, pictures) as inputs,
+        _head_at(model, rows * inputs["input_ids"].shape[1] + columns),
+    ):
+        logits = model(**inputs, use_cache=False).logits[0]
     labels = input_ids[rows, columns + 1]
     values = _GatheredLogSoftmax.apply(logits, labels, temperature)
     return values.new_zeros(selected.shape).index_put((rows, columns), values)
@@ -106,18 +117,23 @@ def compute_logprobs(
 ) -> torch.Tensor:
     """Log-probs of a rank's samples, `[batch, seq]` float32; position 0 and padding are 0. Collective.
 
-    Where `data` has a `token_mask`, only its tokens are computed and the others are 0.
+    Where `data` has a `token_mask`, only its tokens are computed and the others are 0. Where it has `multimodal`, that is
+    each sample's `Pictures`.
     """
     input_ids = data["input_ids"]
     out = torch.zeros(input_ids.shape, dtype=torch.float32)
     order = _by_length(data)
     for index in order.split(micro_batch_size):
         micro_batch = _trimmed(data.select_indices(index.tolist())).to(compute_device(model))
-        selected = _selected_tokens(micro_batch)
-        values = token_logprobs(model, micro_batch["input_ids"], selected, temperature)
+        values = _micro_batch_logprobs(model, micro_batch, temperature)
         out[index, 1 : values.shape[1] + 1] = values.cpu()
     reshard(model)
     return out
+
+
+def _micro_batch_logprobs(model: PreTrainedModel, data: BatchedDataDict, temperature: float) -> torch.Tensor:
+    selected = _selected_tokens(data)
+    return token_logprobs(model, data["input_ids"], selected, temperature, data.get("multimodal"))
 
 
 def _by_length(data: BatchedDataDict) -> torch.Tensor:
@@ -214,7 +230,7 @@ def _accumulate_gradients(
     for number, index in enumerate(indices):
         micro_batch = _trimmed(data.select_indices(index.tolist())).to(compute_device(model))
         _set_last(model, number == len(indices) - 1)
-        logprobs = token_logprobs(model, micro_batch["input_ids"], _selected_tokens(micro_batch), temperature)
+        logprobs = _micro_batch_logprobs(model, micro_batch, temperature)
         loss, metrics = loss_fn(logprobs, micro_batch, normalizer)
         loss.backward()
         for name, value in {"loss": loss, **metrics}.items():

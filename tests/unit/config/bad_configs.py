@@ -60,6 +60,7 @@ TYPES = [
     bad("policy.model_name", "null", "got null; allowed: a valid string"),
     bad("policy.train_micro_batch_size", "big", "got 'big'; allowed: a valid integer"),
     bad("policy.train_micro_batch_size", "'8'", "got '8'; allowed: a valid integer"),
+    bad("policy.freeze_vision_tower", "1", "got 1; allowed: a valid boolean"),
     bad(f"{DTENSOR}.enabled", "1", "got 1; allowed: a valid boolean"),
     bad(f"{DTENSOR}._v2", "0", "got 0; allowed: a valid boolean"),
     bad(f"{TOLERANCE}.use_fault_tolerance", "1", "got 1; allowed: a valid boolean"),
@@ -103,6 +104,16 @@ RANGES = [
     bad("env.math.verifier", "none", "got 'none'; allowed: 'last_integer' or 'math_verify'"),
     bad("data.dataset_name", "gsm8k", "got 'gsm8k'; allowed: 'arithmetic', 'reasoning_gym', 'ResponseDataset'"),
     bad("data.operators", "[]", "got []; allowed: at least 1 item"),
+    together(
+        ["data.dataset_name=pictures", "data.tasks=[count_cats]"],
+        "data.tasks.0",
+        "got 'count_cats'; allowed: 'count_shapes' or 'read_digit'",
+    ),
+    together(
+        ["data.dataset_name=pictures", "data.image_size=16"],
+        "data.image_size",
+        "got 16; allowed: greater than or equal",
+    ),
     bad("logger.log_dir", "''", "got ''; allowed: at least 1 character"),
     bad("cluster.device", "tpu", "got 'tpu'; allowed: 'auto', 'cpu' or 'cuda'"),
 ]
@@ -135,6 +146,7 @@ ENGINE_ARGUMENTS = [
         ("--kv-cache-dtype,fp8_e5m2", "--kv-cache-dtype"),
         ("--speculative-algorithm,EAGLE", "--speculative-algorithm"),
         ("--speculative-draft-model-path,draft", "--speculative-draft-model-path"),
+        ("--image-processor-backend,pil", "--image-processor-backend"),
         ("'--mem-fraction-static=0.5','--port=1'", "--port=1"),
     ]
 ]
@@ -174,6 +186,11 @@ CONTRADICTIONS = [
         ["data.dataset_name=ResponseDataset", "data.train_data_path=x.jsonl"],
         "data.val_data_path",
         "got null; validation needs a file",
+    ),
+    together(
+        ["data.dataset_name=pictures", "policy.tokenizer.name=other"],
+        "policy.tokenizer.name",
+        "got 'other'; only null with pictures: trainer and engine read them by the model's own processor",
     ),
 ]
 

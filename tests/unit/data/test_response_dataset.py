@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from nemo_rl.config.schema import ResponseDataConfig
 from nemo_rl.data.datasets import load_problems
@@ -63,6 +64,48 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     train = tmp_path / "train.jsonl"
     train.write_text('{"input": "x", "output": "1"}', encoding="utf-8-sig")
     assert load_problems(make_config(str(train))).train == [Problem("x", "1")]
+
+
+def test_pictures_are_found_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    paths = [tmp_path / "images/a.png", tmp_path / "b.jpg"]
+    for path in paths:
+        Image.new("RGB", (8, 8)).save(path)
+    rows = ["images/a.png", ["b.jpg", str(paths[0])], []]
+    lines = [json.dumps({"input": "x", "output": "1", "image": row}) for row in rows]
+    train = write(tmp_path / "train.jsonl", *lines)
+    problems = load_problems(make_config(train, image_key="image")).train
+    assert [problem.images for problem in problems] == [(paths[0],), (paths[1], paths[0]), ()]
+    assert load_problems(make_config(train)).train[0].images == ()
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("a.png", r"'image': no file '.*/a.png'"),
+        (["b.png", "text.png"], r"'image': '.*/text.png' is no picture that can be read"),
+        ("cut.png", r"'image': '.*/cut.png' is no picture that can be read"),
+        (".", r"'image': '.*' is no picture that can be read .*[Dd]irectory"),
+        ("a\0b", "'image': '.*' is no picture that can be read"),
+        (3, "'image' must be a path or a list of paths, got 3"),
+        ([["b.png"]], "'image' must be a path or a list of paths, got "),
+        (None, "'image' must be a path or a list of paths, got None"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_file_and_line(tmp_path: Path, image: Any, message: str) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "b.png").read_bytes()[:-20])
+    lines = [json.dumps({"input": "x", "output": "1", "image": name}) for name in ("b.png", image)]
+    train = write(tmp_path / "train.jsonl", *lines)
+    with pytest.raises(ValueError, match=f"train.jsonl, line 2: {message}"):
+        load_problems(make_config(train, image_key="image"))
+
+
+def test_a_line_without_the_key_of_its_picture_is_refused(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", '{"input": "x", "output": "1"}')
+    with pytest.raises(ValueError, match=r"train.jsonl, line 1: no key 'image' \(data.image_key\); the line has"):
+        load_problems(make_config(train, image_key="image"))
 
 
 @pytest.mark.parametrize("path", ["a\0b", "~no-such-user/x"])

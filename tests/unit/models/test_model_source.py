@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from nemo_rl.models.model_source import check_model, default_cache_dir, resolve_model
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
@@ -55,6 +56,32 @@ def test_tiny_tokenizer_is_one_token_per_character(tiny: Path) -> None:
     assert tokenizer("é<eos>")["input_ids"] == [3, 2]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert len(tokenizer) == json.loads((tiny / "config.json").read_text())["vocab_size"] == 100
+
+
+def test_tiny_vision_model_has_a_processor_and_sees(tmp_path: Path) -> None:
+    folder = resolve_model("tiny-random-qwen3-vl", tmp_path)
+    assert check_model(folder) == 106
+    processor = AutoProcessor.from_pretrained(folder)
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1?"}]}
+    text = processor.apply_chat_template([message], add_generation_prompt=True)
+    assert text == "user: <|vision_start|><|image_pad|><|vision_end|>1?\nassistant: "
+    assert (
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(
+            [{"role": "user", "content": "1?"}], add_generation_prompt=True, tokenize=False
+        )
+        == "user: 1?\nassistant: "
+    )
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert all(weight.std() > 0.01 for weight in model.parameters())
+    inputs = [
+        processor(text=[text], images=[Image.new("RGB", (56, 56), c)], return_tensors="pt") for c in ("red", "lime")
+    ]
+    assert [int((one["input_ids"] == model.config.image_token_id).sum()) for one in inputs] == [4, 4]
+    with torch.no_grad():
+        red, green = (model(**one).logits[0, -1].softmax(-1) for one in inputs)
+    assert (red - green).abs().sum() > 0.1
+    assert 1.5 < torch.distributions.Categorical(probs=red).entropy() < 4.3
 
 
 def test_smollm2_is_a_plain_bf16_model_with_its_own_template(smollm2: Path) -> None:

@@ -61,7 +61,7 @@ class SampleBatch:
     prompts: list[list[int]]
     requests: list[dict[str, Any]]
     routing_keys: list[str]
-    """Equal for equal prompts: one engine caches what they share. No two batches have one in common."""
+    """Equal for equal prompts and pictures: one engine caches what they share. No two batches have one in common."""
     samples: list[Sample | None]
     """By request; each is set once."""
 
@@ -81,7 +81,9 @@ class EngineSampler:
         keys: AccessKeys,
         pad_token_id: int,
         eos_token_ids: Sequence[int],
+        image_token_id: int | None = None,
     ) -> None:
+        """`image_token_id`: of a model that gets pictures."""
         self._cfg = cfg
         self._server_cfg = cfg.generation.sglang_cfg.sglang_server_config
         tolerance = cfg.generation.sglang_cfg.sglang_fault_tolerance_config
@@ -90,6 +92,7 @@ class EngineSampler:
         self._headers = keys.headers(admin=False)
         self._num_batches = 0
         self._pad_token_id = pad_token_id
+        self._image_token_id = image_token_id
         self._stop_token_ids = sorted({*eos_token_ids, *(cfg.generation.stop_token_ids or [])})
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
@@ -104,12 +107,22 @@ class EngineSampler:
         """
         prompts = [row[:length].tolist() for row, length in zip(data["input_ids"], data["input_lengths"], strict=True)]
         stop_strings = data["stop_strings"] if "stop_strings" in data else [None] * len(prompts)
+        images = data["images"] if "images" in data else [()] * len(prompts)
         requests = [
-            build_request(self._cfg, prompt, stop_strings=stop, stop_token_ids=self._stop_token_ids, greedy=greedy)
-            for prompt, stop in zip(prompts, stop_strings, strict=True)
+            build_request(
+                self._cfg,
+                prompt,
+                stop_strings=stop,
+                stop_token_ids=self._stop_token_ids,
+                greedy=greedy,
+                images=pictures,
+                image_token_id=self._image_token_id,
+            )
+            for prompt, stop, pictures in zip(prompts, stop_strings, images, strict=True)
         ]
         self._num_batches += 1
-        keys = [f"{self._num_batches}-{hash(tuple(prompt))}" for prompt in prompts]
+        parts = zip(prompts, images, strict=True)
+        keys = [f"{self._num_batches}-{hash((*prompt, *pictures))}" for prompt, pictures in parts]
         return SampleBatch(prompts, requests, keys, [None] * len(requests))
 
     def finish(self, batch: SampleBatch) -> BatchedDataDict:
@@ -159,7 +172,7 @@ class EngineSampler:
             raise transport_error(endpoint.name, _ENDPOINT, timeout_s, error) from error
         answer = check_answer(endpoint.name, _ENDPOINT, response)
         try:
-            return parse_answer(answer)
+            return parse_answer(answer, len(batch.prompts[index]))
         except ValueError as error:
             raise EngineError(endpoint.name, _ENDPOINT, response.status_code, str(error)) from error
 

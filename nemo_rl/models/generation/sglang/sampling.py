@@ -30,10 +30,15 @@ def build_request(
     stop_strings: Sequence[str] | None,
     stop_token_ids: list[int],
     greedy: bool,
+    images: Sequence[str] = (),
+    image_token_id: int | None = None,
 ) -> dict[str, Any]:
     """The body of `/generate` for one sample.
 
     Args:
+        prompt: with all image tokens of each picture.
+        images: data URIs.
+        image_token_id: of the model; needed with pictures.
         stop_strings: of this sample, added to the configured ones.
         stop_token_ids: all token ids that end a response.
 
@@ -55,16 +60,33 @@ def build_request(
         "stop": [*(generation.stop_strings or []), *(stop_strings or [])],
         "stop_token_ids": stop_token_ids,
     }
-    return {"input_ids": list(prompt), "sampling_params": parameters, "return_logprob": True}
+    body = {"input_ids": list(prompt), "sampling_params": parameters, "return_logprob": True}
+    if images:
+        body |= {"input_ids": join_image_tokens(prompt, image_token_id), "image_data": list(images)}
+    return body
 
 
-def parse_answer(answer: Mapping[str, Any]) -> Sample:
+def join_image_tokens(prompt: Sequence[int], image_token_id: int | None) -> list[int]:
+    """One image token for each run of them: the engine keeps the ids and puts in what it counts for each picture."""
+    before = (None, *prompt)
+    return [token for token, last in zip(prompt, before, strict=False) if token != image_token_id or last != token]
+
+
+def parse_answer(answer: Mapping[str, Any], num_prompt_tokens: int) -> Sample:
     """Read one answer of `/generate`.
 
+    Args:
+        num_prompt_tokens: of the prompt as the trainer has it.
+
     Raises:
-        ValueError: a log-prob is not a finite number.
+        ValueError: a log-prob is not a finite number, or the engine read another number of prompt tokens.
     """
     meta = answer["meta_info"]
+    if meta["prompt_tokens"] != num_prompt_tokens:
+        raise ValueError(
+            f"the engine read {meta['prompt_tokens']} prompt tokens, the trainer counts {num_prompt_tokens}: "
+            "their image tokens differ"
+        )
     tokens = meta["output_token_logprobs"]
     logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in tokens]
     if not all(math.isfinite(value) for value in logprobs):

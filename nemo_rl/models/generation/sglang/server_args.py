@@ -27,6 +27,8 @@ _DROPPED_VARIABLES = (
     "SGLANG_USE_CPU_ENGINE",
     # Capabilities are read from /openapi.json.
     "DISABLE_OPENAPI_DOC",
+    # The ids of a prompt with a picture must come back as they were sent.
+    "SGLANG_MM_AVOID_RETOKENIZE",
     # Other front ends than the one that asks for keys.
     "SGLANG_GRPC_PORT",
     "SGLANG_RUST_SERVER",
@@ -109,6 +111,8 @@ def build_environment(
     if interface is not None:
         # gloo would listen where the machine's own name leads, which may be a network that the run does not use.
         environment.setdefault(GLOO_VARIABLE, interface)
+    # Kept embeddings of pictures would outlive a refit: SGLang's flush forgets the KV cache alone.
+    environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     # What SGLang itself sets when it finds nothing; said here so that the trainer's end can be compared with it.
     environment.setdefault(NCCL_CUMEM, "0")
     if any(argument.startswith(_SYMMETRIC_MEMORY) for argument in extra_args):

@@ -43,9 +43,15 @@ class SGLangGeneration(UpdatableGeneration):
         self._in_group: set[int] = set()
 
     def launch(
-        self, cluster: RayVirtualCluster, *, model_folder: Path, tokenizer: PreTrainedTokenizerBase, log_folder: Path
+        self,
+        cluster: RayVirtualCluster,
+        *,
+        model_folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        log_folder: Path,
+        image_token_id: int | None = None,
     ) -> None:
-        """Start one actor and one server per bundle; returns at once."""
+        """Start one actor and one server per bundle; returns at once. `image_token_id`: of a model that gets pictures."""
         self._fleet.launch(cluster, model_folder=model_folder, log_folder=log_folder)
         self._sampler = EngineSampler(
             cfg=self.cfg,
@@ -53,6 +59,7 @@ class SGLangGeneration(UpdatableGeneration):
             keys=self.keys,
             pad_token_id=int(tokenizer.pad_token_id),
             eos_token_ids=[int(tokenizer.eos_token_id)],
+            image_token_id=image_token_id,
         )
 
     def wait_ready(self) -> None:

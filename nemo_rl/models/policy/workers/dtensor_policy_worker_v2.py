@@ -126,6 +126,7 @@ class DTensorPolicyWorkerV2:
             attention=attention,
             activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
+            freeze_vision_tower=cfg.freeze_vision_tower,
         )
         self.model, self.export_plan = load_sharded_model(model_folder, self.mesh, self.shard_options)
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)

@@ -45,13 +45,13 @@ class FakeEngineServer:
         if path in self.answers:
             return self.answers[path]
         if path == "/generate":
-            return 200, echo(body["input_ids"][-1])
+            return 200, echo(body["input_ids"][-1], len(body["input_ids"]))
         return 404, {"detail": "Not Found"}
 
 
-def echo(token_id: int) -> dict[str, Any]:
+def echo(token_id: int, num_prompt_tokens: int) -> dict[str, Any]:
     meta = {"output_token_logprobs": [[-1.0, token_id, None]], "finish_reason": {"type": "stop"}, "weight_version": "0"}
-    return {"meta_info": meta}
+    return {"meta_info": {**meta, "prompt_tokens": num_prompt_tokens}}
 
 
 def _make_handler(fake: FakeEngineServer) -> type[BaseHTTPRequestHandler]:

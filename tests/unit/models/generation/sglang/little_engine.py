@@ -75,7 +75,7 @@ class Engine:
         self.num_generated += 1
         token = [-1.0, body["input_ids"][-1], None]
         meta = {"output_token_logprobs": [token], "finish_reason": {"type": "stop"}, "weight_version": self.version}
-        return 200, {"meta_info": meta}
+        return 200, {"meta_info": {**meta, "prompt_tokens": len(body["input_ids"])}}
 
 
 def make_handler(engine: Engine) -> type[BaseHTTPRequestHandler]:

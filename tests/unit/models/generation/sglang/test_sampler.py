@@ -148,7 +148,7 @@ def test_what_had_come_when_the_last_engine_was_lost_is_kept_and_the_rest_is_fin
 
 
 def test_a_sample_that_is_not_finite_is_an_error():
-    meta = {"output_token_logprobs": [[None, 3, None]], "finish_reason": {"type": "stop"}, "weight_version": "0"}
+    meta = {"output_token_logprobs": [[None, 3, None]], "finish_reason": {"type": "stop"}, "prompt_tokens": 1}
     with (
         FakeEngineServer({"/generate": (200, {"meta_info": meta})}) as fake,
         pytest.raises(EngineError, match="HTTP 200: log-probs of sampled tokens are not finite"),

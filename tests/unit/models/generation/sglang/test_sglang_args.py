@@ -60,6 +60,7 @@ def test_an_engine_that_shares_its_gpu_takes_a_part_of_it_and_is_another_host_to
 
 def test_environment_on_cpu():
     base = {"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    base |= {"SGLANG_MM_AVOID_RETOKENIZE": "0", "SGLANG_VLM_CACHE_SIZE_MB": "100"}
     environment = build_environment(base, device="cpu", tp_size=1, cores=[0, 1, 2, 3])
     assert environment["PATH"] == "/bin"
     assert environment["OMP_NUM_THREADS"] == "4"
@@ -67,6 +68,8 @@ def test_environment_on_cpu():
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert not {"PYTHONDONTWRITEBYTECODE", "SGLANG_RETURN_ORIGINAL_LOGPROB"} & set(environment)
+    assert "SGLANG_MM_AVOID_RETOKENIZE" not in environment
+    assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
     assert base["PYTHONDONTWRITEBYTECODE"] == "1"
 
@@ -84,7 +87,9 @@ def test_cores_are_shared_out_among_the_ranks(cores, tp_size, bind, num_threads)
 def test_environment_on_cuda_leaves_devices_and_threads():
     base = {"CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
     environment = build_environment(base, device="cuda", tp_size=2, cores=[0, 1])
-    assert environment == {**base, "HF_HUB_OFFLINE": "1", "NCCL_CUMEM_ENABLE": "0"}
+    assert environment == {
+        **base, "HF_HUB_OFFLINE": "1", "NCCL_CUMEM_ENABLE": "0", "SGLANG_VLM_CACHE_SIZE_MB": "0",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

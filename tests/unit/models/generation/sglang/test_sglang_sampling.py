@@ -2,7 +2,13 @@ import pytest
 import torch
 from sglang_config import make_config
 
-from nemo_rl.models.generation.sglang.sampling import Sample, build_request, pack_samples, parse_answer
+from nemo_rl.models.generation.sglang.sampling import (
+    Sample,
+    build_request,
+    join_image_tokens,
+    pack_samples,
+    parse_answer,
+)
 
 
 def _request(config, prompt_length, *, stop=None, greedy=False):
@@ -39,22 +45,50 @@ def test_greedy_overrides_the_sampling_settings():
 
 def _answer(kind, logprobs=((-0.5, 4, None), (-0.25, 2, None))):
     meta = {"output_token_logprobs": [list(x) for x in logprobs], "finish_reason": {"type": kind}, "weight_version": 3}
-    return {"meta_info": meta}
+    return {"meta_info": {**meta, "prompt_tokens": 7}}
 
 
 @pytest.mark.parametrize(("kind", "truncated"), [("stop", False), ("length", True), ("abort", True)])
 def test_answer_becomes_tokens(kind, truncated):
-    assert parse_answer(_answer(kind)) == Sample([4, 2], [-0.5, -0.25], truncated, "3")
+    assert parse_answer(_answer(kind), 7) == Sample([4, 2], [-0.5, -0.25], truncated, "3")
 
 
 def test_an_abort_before_the_first_token_is_an_empty_truncated_sample():
-    assert parse_answer(_answer("abort", logprobs=())) == Sample([], [], True, "3")
+    assert parse_answer(_answer("abort", logprobs=()), 7) == Sample([], [], True, "3")
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("-inf")])
 def test_a_log_prob_that_is_no_number_is_an_error(bad):
     with pytest.raises(ValueError, match="not finite"):
-        parse_answer(_answer("stop", logprobs=((bad, 4, None),)))
+        parse_answer(_answer("stop", logprobs=((bad, 4, None),)), 7)
+
+
+def test_another_number_of_prompt_tokens_is_an_error_with_both_numbers():
+    with pytest.raises(ValueError, match="the engine read 7 prompt tokens, the trainer counts 9: their image tokens"):
+        parse_answer(_answer("stop"), 9)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ([5, 9, 9, 9, 6], [5, 9, 6]),
+        ([9, 9, 6, 6, 9], [9, 6, 6, 9]),
+        ([5, 9, 6, 5, 9, 9, 6], [5, 9, 6, 5, 9, 6]),
+        ([5, 5], [5, 5]),
+        ([], []),
+    ],
+)
+def test_each_run_of_image_tokens_is_sent_as_one(prompt, sent):
+    assert join_image_tokens(prompt, 9) == sent
+
+
+def test_a_request_with_pictures_leaves_room_for_all_of_their_tokens():
+    prompt = [5, *[9] * 50, 6]
+    settings = {"stop_strings": None, "stop_token_ids": [2], "greedy": False}
+    request = build_request(make_config(), prompt, **settings, images=["data:a"], image_token_id=9)
+    assert (request["input_ids"], request["image_data"]) == ([5, 9, 6], ["data:a"])
+    assert request["sampling_params"]["max_new_tokens"] == 64 - 52
+    assert "image_data" not in build_request(make_config(), [5, 5], **settings)
 
 
 def test_samples_are_packed_right_padded():
