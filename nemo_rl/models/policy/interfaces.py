@@ -64,7 +64,11 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def export_hf(self, folder: str) -> None:
-        """Write model and tokenizer as a Hugging Face folder in `precision`."""
+        """Write model and tokenizer as a Hugging Face folder in `precision`, adapters merged."""
+
+    @abstractmethod
+    def export_adapter(self, folder: str) -> None:
+        """Write the adapters of a LoRA policy alone, in float32, as a folder that peft loads on the base model."""
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

@@ -97,6 +97,9 @@ class Policy(PolicyInterface):
     def export_hf(self, folder: str) -> None:
         self.workers.run("export_hf", timeout_s=_STEP_TIMEOUT_S, folder=folder)
 
+    def export_adapter(self, folder: str) -> None:
+        self.workers.run("export_adapter", timeout_s=_STEP_TIMEOUT_S, folder=folder)
+
     def free_memory_bytes(self) -> int:
         return min(self.workers.run("free_memory_bytes", timeout_s=self._answer_by_s(None)))
 

@@ -89,6 +89,9 @@ class FakePolicy(PolicyInterface):
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
         raise AssertionError
 
+    def export_adapter(self, folder: str) -> None:
+        raise NotImplementedError
+
     def export_hf(self, folder: str) -> None:
         self.events.append("export")
         Path(folder).mkdir()
