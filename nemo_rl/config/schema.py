@@ -82,7 +82,7 @@ class LoRAConfig(Section):
     """0 only: the model is in eval mode, so that the log-probs that the loss compares come from one function."""
     dropout_position: Literal["pre", "post"] = "post"
     """Without effect, since `dropout` is 0."""
-    lora_A_init: Literal["xavier", "uniform", "gaussian"] = "xavier"
+    lora_a_init: Literal["xavier", "uniform", "gaussian"] = Field(default="xavier", alias="lora_A_init")
     """Of A; B starts at 0. `xavier`: Xavier normal; `uniform`: Kaiming uniform, as peft has it by default; `gaussian`: of
     standard deviation 1 / dim."""
     use_triton: bool = False

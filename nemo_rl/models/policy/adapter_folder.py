@@ -47,5 +47,5 @@ def export_adapter(
     written = peft_config(plan.twin, [weight.removesuffix(".weight") for weight in plan.updates], config)
     written.base_model_name_or_path = base
     written.inference_mode = written.init_lora_weights = True
-    written.target_modules = sorted(written.target_modules)  # a set by now: one order, so that two exports are equal
+    written.target_modules = sorted(written.target_modules or ())  # peft keeps a set; two exports shall be equal
     written.save_pretrained(folder)

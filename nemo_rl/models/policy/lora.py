@@ -6,6 +6,7 @@ into the weights (export.py), so names on the wire and in exports are those of t
 
 import logging
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -59,6 +60,8 @@ def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
             raise ValueError(f"{_KEY}.exclude_modules: got {pattern!r}, which no module of the model is called")
     in_blocks = {id(module) for block in find_blocks(model) for module in block.modules()}
     asked = _matching(linear, config.target_modules) or [name for name in linear if id(modules[name]) in in_blocks]
+    if not asked:
+        raise ValueError(f"{_KEY}.match_all_linear: got true; {type(model).__name__} has no nn.Linear in its blocks")
     excluded = set(_matching(asked, config.exclude_modules))
     if not set(asked) - excluded:
         raise ValueError(f"{_KEY}.exclude_modules: got {config.exclude_modules}, which leaves no layer of the targets")
@@ -93,7 +96,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> dict[str, LowRan
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = find_targets(model, config)
-    logger.info("%s: %d linear layers get an adapter; the output head does not%s", _KEY, len(targets), _experts_text(model))
+    logger.info(
+        "%s: %d linear layers get an adapter; the output head does not%s", _KEY, len(targets), _experts_text(model)
+    )
     on_meta = next(model.parameters()).is_meta
     try:
         inject_adapter_in_model(
@@ -103,10 +108,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> dict[str, LowRan
         raise ValueError(f"{_KEY}.target_modules: peft refuses {listed(targets)} ({error})") from error
     wrapped = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     if wrapped != set(targets):
-        # Names that a model of transformers 4 gave to experts mean the fused parameters to peft.
+        # Names that transformers 4 gave to experts mean the fused parameters to peft, wherever they stand.
+        patterns = {re.sub(r"\.\d+\.", ".*.", name) for name in set(targets) - wrapped}
         raise ValueError(
             f"{_KEY}.target_modules: in a {type(model).__name__} peft takes names for fused experts that are linear "
-            f"layers here; leave out with exclude_modules: {listed(sorted(set(targets) - wrapped))}"
+            f"layers here; set {_KEY}.exclude_modules=[{','.join(sorted(patterns))}]"
         )
     return {
         f"{name}.weight": LowRankUpdate(

@@ -89,7 +89,7 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
     if options.lora is not None:
         export_plan = replace(export_plan, updates=add_adapters(model, options.lora))
         if source is not None:
-            init_adapters(source, add_adapters(source, options.lora), options.lora.lora_A_init, options.seed)
+            init_adapters(source, add_adapters(source, options.lora), options.lora.lora_a_init, options.seed)
     shard_model(model, mesh, options)
     model.to_empty(device="cpu" if options.cpu_offload else device)
     _tie(model, plan.tied)

@@ -10,6 +10,7 @@ import torch
 from gloo_engine import GlooEngine
 from torch.distributed.tensor import DTensor
 
+from nemo_rl.models.policy.export import clean_name
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
 NUM_REFITS = 10
@@ -25,6 +26,7 @@ class LoraCase:
     port: int
     precision: str
     lora: Mapping[str, Any]
+    checkpointing: bool = False
 
     def export(self, world_size: int) -> str:
         return f"{self.folder}-{self.name}-{world_size}"
@@ -32,7 +34,7 @@ class LoraCase:
 
 def run_case(case: LoraCase, rank: int, world_size: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    cfg = cases.policy_config(precision=case.precision, lora=case.lora)
+    cfg = cases.policy_config(precision=case.precision, lora=case.lora, checkpointing=case.checkpointing)
     worker = cases.make_worker(case.folder, cfg, rank=rank, world_size=world_size, port=case.port)
     parts = [cases.make_batch(seed).shard_by_batch_size(world_size)[rank] for seed in range(cases.NUM_STEPS)]
     seen: dict[str, Any] = {
@@ -90,7 +92,8 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def adapters(worker: DTensorPolicyWorkerV2) -> dict[str, torch.Tensor]:
-    return {name: whole(value) for name, value in worker.model.named_parameters() if ".lora_" in name}
+    parameters = worker.model.named_parameters()
+    return {clean_name(name): whole(value) for name, value in parameters if ".lora_" in name}
 
 
 def base_digest(worker: DTensorPolicyWorkerV2) -> str:

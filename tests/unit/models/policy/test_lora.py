@@ -42,7 +42,7 @@ def case_list(folder: str) -> list[LoraCase]:
     one = {**LORA, "match_all_linear": False, "target_modules": ["layers.1.*.q_proj"]}
     return [
         LoraCase("all", folder, cases.free_port(), "float32", LORA),
-        LoraCase("one", folder, cases.free_port(), "bfloat16", one),
+        LoraCase("one", folder, cases.free_port(), "bfloat16", one, checkpointing=True),
     ]
 
 
@@ -172,8 +172,12 @@ def test_both_exports_are_the_same_model(world_size: int, runs: Runs, folder: st
 
 
 def test_the_adapter_folder_says_what_it_is(runs: Runs, folder: str) -> None:
-    every, one = (json.loads(Path(f"{case.export(2)}_adapter/adapter_config.json").read_text()) for case in case_list(folder))
-    assert every["target_modules"] == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    every, one = (
+        json.loads(Path(f"{case.export(2)}_adapter/adapter_config.json").read_text()) for case in case_list(folder)
+    )
+    assert every["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
     assert one["target_modules"] == [ONE]
     assert (one["r"], one["lora_alpha"], one["base_model_name_or_path"]) == (4, 24, "tiny")
     held = load_file(Path(f"{case_list(folder)[1].export(2)}_adapter/adapter_model.safetensors"))

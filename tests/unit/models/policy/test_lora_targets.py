@@ -68,10 +68,23 @@ def test_a_subclass_of_linear_gets_no_adapter() -> None:
             [],
             r"got 'gate_up_proj', .*nor do the fused experts \(down_proj, gate_up_proj\), which are no linear layers$",
         ),
-        (cases.glm_moe_config(), [], [], r"in a Glm4MoeForCausalLM peft takes names .*exclude_modules: .*\.down_proj"),
+        (
+            cases.glm_moe_config(),
+            [],
+            [],
+            r"in a Glm4MoeForCausalLM peft takes names .*exclude_modules=\[model\.layers\.\*\.mlp\.down_proj,",
+        ),
         (cases.glm_moe_config(), ["up_proj"], [], r"peft refuses .*without also targeting gate_proj"),
     ],
-    ids=["no such layer", "the head", "no such module", "none is left", "experts", "meant for experts", "half of a pair"],
+    ids=[
+        "no such layer",
+        "the head",
+        "no such module",
+        "none is left",
+        "experts",
+        "meant for experts",
+        "half of a pair",
+    ],
 )
 def test_what_cannot_get_an_adapter_is_refused_by_key(
     config: PretrainedConfig, targets: list[str], excluded: list[str], says: str
@@ -82,9 +95,15 @@ def test_what_cannot_get_an_adapter_is_refused_by_key(
     assert refused.match(says)
 
 
-def test_of_a_mixture_of_experts_what_is_linear_gets_adapters() -> None:
-    lora = LoRAConfig(enabled=True, exclude_modules=["*.mlp.*"])
-    updates = add_adapters(on_meta(cases.glm_moe_config()), lora)
+def test_of_a_mixture_of_experts_what_peft_does_not_take_for_experts_gets_adapters() -> None:
+    model = on_meta(cases.glm_moe_config())
+    with pytest.raises(ValueError) as refused:
+        add_adapters(model, LoRAConfig(enabled=True))
+    patterns = str(refused.value).partition("exclude_modules=[")[2].rstrip("]").split(",")
+    assert {pattern.rpartition(".mlp.")[2] for pattern in patterns} == {
+        f"{where}{kind}_proj" for where in ("", "shared_experts.") for kind in ("gate", "up", "down")
+    }
+    updates = add_adapters(on_meta(cases.glm_moe_config()), LoRAConfig(enabled=True, exclude_modules=patterns))
     assert len(updates) == 2 * 4
     assert all(".self_attn." in name for name in updates)
 
