@@ -41,10 +41,11 @@ def run_grpo(config: MasterConfig, inputs: Inputs) -> None:
             grpo_train(config, participants)
             metrics.note(f"picture: {plot_run(folder.path)}")
             if config.checkpointing.enabled:
-                _export(config, participants.policy, folder, metrics)
+                export_trained(config, participants.policy, folder, metrics)
 
 
-def _export(config: MasterConfig, policy: PolicyInterface, folder: RunFolder, metrics: MetricsLogger) -> None:
+def export_trained(config: MasterConfig, policy: PolicyInterface, folder: RunFolder, metrics: MetricsLogger) -> None:
+    """Write the trained model, and of a run with LoRA what `checkpointing.lora_export` asks for."""
     chosen, what = config.checkpointing.checkpoint_dir, config.checkpointing.lora_export
     target = Path(chosen).expanduser().absolute() if chosen else folder.exported_model
     has_adapter = config.policy.dtensor_cfg.lora_cfg.enabled

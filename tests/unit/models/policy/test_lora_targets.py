@@ -97,7 +97,7 @@ def test_what_cannot_get_an_adapter_is_refused_by_key(
 
 def test_of_a_mixture_of_experts_what_peft_does_not_take_for_experts_gets_adapters() -> None:
     model = on_meta(cases.glm_moe_config())
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="exclude_modules=") as refused:
         add_adapters(model, LoRAConfig(enabled=True))
     patterns = str(refused.value).partition("exclude_modules=[")[2].rstrip("]").split(",")
     assert {pattern.rpartition(".mlp.")[2] for pattern in patterns} == {
