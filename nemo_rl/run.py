@@ -14,10 +14,11 @@ from nemo_rl.distributed.worker_group import WorkerGroupError
 from nemo_rl.models.generation.interfaces import EnginesFailedError, ReplacementsUsedUpError
 from nemo_rl.models.generation.sglang.http_client import EngineError
 from nemo_rl.models.generation.sglang.server_process import ServerStartError
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.setup import Inputs, start_participants
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.plot import plot_run
-from nemo_rl.utils.run_folder import make_run_folder
+from nemo_rl.utils.run_folder import RunFolder, make_run_folder
 from nemo_rl.utils.seed import seed_everything
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,22 @@ def run_grpo(config: MasterConfig, inputs: Inputs) -> None:
             grpo_train(config, participants)
             metrics.note(f"picture: {plot_run(folder.path)}")
             if config.checkpointing.enabled:
-                chosen = config.checkpointing.checkpoint_dir
-                target = Path(chosen).expanduser().absolute() if chosen else folder.exported_model
-                participants.policy.export_hf(str(target))
-                metrics.note(f"trained model: {target}")
+                export_trained(config, participants.policy, folder, metrics)
+
+
+def export_trained(config: MasterConfig, policy: PolicyInterface, folder: RunFolder, metrics: MetricsLogger) -> None:
+    """Write the trained model, and of a run with LoRA what `checkpointing.lora_export` asks for."""
+    chosen, what = config.checkpointing.checkpoint_dir, config.checkpointing.lora_export
+    target = Path(chosen).expanduser().absolute() if chosen else folder.exported_model
+    has_adapter = config.policy.dtensor_cfg.lora_cfg.enabled
+    if not has_adapter or what != "adapter":
+        policy.export_hf(str(target))
+        metrics.note(f"trained model: {target}")
+    if has_adapter and what != "merged":
+        # Beside it and not in it: a model folder that holds other weights too is refused.
+        beside = target.with_name(f"{target.name}_adapter")
+        policy.export_adapter(str(beside))
+        metrics.note(f"adapter: {beside}")
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

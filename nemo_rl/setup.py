@@ -72,7 +72,9 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
     model_folder = resolve_model(config.policy.model_name)
     vocab_size = check_model(model_folder)
-    check_checkpoint(model_folder, PRECISION_DTYPES[config.policy.precision])
+    check_checkpoint(
+        model_folder, PRECISION_DTYPES[config.policy.precision], config.policy.dtensor_cfg.lora_cfg.if_enabled
+    )
     if config.policy.freeze_vision_tower:
         check_vision_tower(model_folder)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)

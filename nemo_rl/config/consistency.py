@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from nemo_rl.config.errors import ConfigError, refusal
+from nemo_rl.config.errors import ConfigError, refusal, yaml_text
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, PicturesDataConfig, ResponseDataConfig
 
 _SERVER = "policy.generation.sglang_cfg.sglang_server_config"
+_LORA = "policy.dtensor_cfg.lora_cfg"
 
 RESERVED_ARGS = (
     "--model-path", "--tokenizer-path", "--host", "--port", "--nccl-port", "--dtype", "--tp-size", "--tp",
@@ -28,7 +29,13 @@ RESERVED_PREFIX = "--speculative"
 
 def check_consistency(config: MasterConfig) -> None:
     """Raises ConfigError with one line per contradiction."""
-    lines = [*_slot_lines(config), *_length_lines(config), *_server_lines(config), *_data_lines(config)]
+    lines = [
+        *_slot_lines(config),
+        *_length_lines(config),
+        *_lora_lines(config),
+        *_server_lines(config),
+        *_data_lines(config),
+    ]
     if lines:
         raise ConfigError(lines)
 
@@ -69,6 +76,25 @@ def _length_lines(config: MasterConfig) -> Iterator[str]:
         yield refusal(
             "policy.generation.max_new_tokens", new, f"must be below policy.max_total_sequence_length = {limit}"
         )
+
+
+def _lora_lines(config: MasterConfig) -> Iterator[str]:
+    lora, ranks = config.policy.dtensor_cfg.lora_cfg, config.policy.dtensor_cfg.tensor_parallel_size
+    if not lora.enabled:
+        if config.checkpointing.lora_export == "adapter":
+            yield refusal("checkpointing.lora_export", "adapter", f"there is no adapter; set {_LORA}.enabled=true")
+        return
+    if lora.target_modules and lora.match_all_linear:
+        yield refusal(f"{_LORA}.target_modules", lora.target_modules, f"set {_LORA}.match_all_linear=false with it")
+    if not lora.target_modules and not lora.match_all_linear:
+        yield refusal(f"{_LORA}.target_modules", [], f"name layers, or set {_LORA}.match_all_linear=true")
+    for key, got, allowed, why in (
+        (f"{_LORA}.dropout", lora.dropout, 0.0, "the model is in eval mode also for training, so it would do nothing"),
+        (f"{_LORA}.use_triton", lora.use_triton, False, "peft has no Triton kernels"),
+        ("policy.dtensor_cfg.tensor_parallel_size", ranks, 1, f"with {_LORA}.enabled=true"),
+    ):
+        if got != allowed:
+            yield refusal(key, got, f"not supported ({why}); set {key}={yaml_text(allowed)}")
 
 
 def _server_lines(config: MasterConfig) -> Iterator[str]:

@@ -63,6 +63,37 @@ class TokenizerConfig(Section):
     """`default`: the tokenizer's own; null: raw text, no template; anything else: a Jinja template."""
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters (peft) on linear layers; all other parameters are frozen."""
+
+    enabled: bool = False
+    """Train adapters alone; engines and exports get the weights with the adapters merged into them."""
+    target_modules: list[NonEmptyStr] = []
+    """Names of linear layers, or their endings, with wildcards: `q_proj`, `*_proj`, `*.layers.0.*`. Empty: `match_all_linear`."""
+    exclude_modules: list[NonEmptyStr] = []
+    """Patterns of the same kind: layers to leave out."""
+    match_all_linear: bool = True
+    """Every linear layer of the transformer blocks; to be false where `target_modules` says which."""
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+    alpha: PositiveInt = 32
+    """A weight W becomes W + alpha / dim * B A."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """0 only: the model is in eval mode, so that the log-probs that the loss compares come from one function."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """Without effect, since `dropout` is 0."""
+    lora_a_init: Literal["xavier", "uniform", "gaussian"] = Field(default="xavier", alias="lora_A_init")
+    """Of A; B starts at 0. `xavier`: Xavier normal; `uniform`: Kaiming uniform, as peft has it by default; `gaussian`: of
+    standard deviation 1 / dim."""
+    use_triton: bool = False
+    """False only: peft has no Triton kernels."""
+
+    @property
+    def if_enabled(self) -> "LoRAConfig | None":
+        """None: no adapters."""
+        return self if self.enabled else None
+
+
 class DTensorConfig(Section):
     enabled: bool = True
     """The FSDP2/DTensor policy."""
@@ -78,6 +109,7 @@ class DTensorConfig(Section):
     """Keep the shards in host memory between uses; on CUDA alone."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    lora_cfg: LoRAConfig = LoRAConfig()
 
 
 class MegatronConfig(Section):
@@ -399,6 +431,9 @@ class CheckpointingConfig(Section):
     """Export the trained model at the end, as a Hugging Face folder."""
     checkpoint_dir: str | None = None
     """Null: `hf_model` in the run's log folder."""
+    lora_export: Literal["merged", "adapter", "both"] = "both"
+    """Of a run with LoRA: the whole model with the adapters merged into it, the adapters alone as a peft folder, which is
+    named `..._adapter` and lies beside, or both."""
 
 
 class ClusterConfig(Section):

@@ -11,9 +11,12 @@ from safetensors.torch import load_file
 from tiny_fixes import CHANGED_BY_LOADING
 from tiny_models import ModelCase, write_tiny_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
+from nemo_rl.config.schema import LoRAConfig
 from nemo_rl.distributed.weight_transfer.engine_rules import FLOAT32_TENSORS
 from nemo_rl.models.policy.export import dtensor_params_generator
+from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
 
 
@@ -44,7 +47,30 @@ def check_class(case: ModelCase, folder: Path, mesh: DeviceMesh) -> StreamReport
 
 def check_stream(folder: Path, mesh: DeviceMesh) -> StreamReport:
     """Load a one-file bfloat16 checkpoint as a policy does and compare what it would send."""
-    model, plan = load_sharded_model(str(folder), mesh, ShardOptions(compute_dtype=torch.bfloat16))
+    return _report(folder, *load_sharded_model(str(folder), mesh, ShardOptions(compute_dtype=torch.bfloat16)))
+
+
+def check_adapters(folder: Path, mesh: DeviceMesh, exclude: list[str]) -> tuple[str, ...]:
+    """The same with an adapter on every linear layer of the blocks but those that `exclude` names.
+
+    While B is zero the stream is the file; with another B what has an adapter differs, and nothing else. One rank.
+
+    Returns:
+        What is not so.
+    """
+    lora = LoRAConfig(enabled=True, dim=2, exclude_modules=exclude)
+    model, plan = load_sharded_model(str(folder), mesh, ShardOptions(compute_dtype=torch.bfloat16, lora=lora))
+    differences = _report(folder, model, plan).differences
+    before = {name: tensor.clone() for name, tensor in dtensor_params_generator(model, plan)}
+    for update in plan.updates.values():
+        torch.nn.init.ones_(model.get_parameter(update.b))
+    after = dict(dtensor_params_generator(model, plan))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    due = {spec.name for spec in plan.manifest.specs if plan.updates.keys() & set(spec.sources)}
+    return (*differences, *(f"{name}: changed by an adapter or not, against the plan" for name in changed ^ due))
+
+
+def _report(folder: Path, model: PreTrainedModel, plan: ExportPlan) -> StreamReport:
     planned = {spec.name: spec for spec in plan.manifest.specs}
     saved = load_file(folder / "model.safetensors")
     streamed = list(dtensor_params_generator(model, plan))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from stream_check import check_class, check_stream, single_rank_mesh
+from stream_check import check_adapters, check_class, check_stream, single_rank_mesh
 from tiny_models import ModelCase, all_cases, write_tiny_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,6 +37,21 @@ def test_manifest_stream_and_file_are_equal(case: ModelCase, tmp_path: Path, mes
     report = check_class(case, tmp_path, mesh)
     assert report.differences == ()
     assert report.num_tensors > 3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "exclude"),
+    [
+        ("HrmTextForCausalLM", []),  # several weights with an adapter in one of the checkpoint's tensors
+        ("Glm4MoeForCausalLM", ["*.mlp.*"]),  # fused experts
+        ("Gemma3ForConditionalGeneration", []),  # renamed, tied, and a vision tower
+    ],
+)
+def test_adapters_change_what_they_are_on_and_nothing_else(
+    architecture: str, exclude: list[str], tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    write_tiny_checkpoint(CASES[architecture], tmp_path, seed=0)
+    assert check_adapters(tmp_path, mesh, exclude) == ()
 
 
 def two_ranks(rank: int, folder: str) -> None:

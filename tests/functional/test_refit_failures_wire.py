@@ -3,20 +3,15 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from worker_receiver import WorkerReceiver
 
-from nemo_rl.distributed.weight_transfer.buckets import (
-    BucketHeader,
-    NamedTensor,
-    iter_named_tensor_buckets,
-    make_header,
-)
+from nemo_rl.distributed.weight_transfer.buckets import NamedTensor, iter_named_tensor_buckets, make_header
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec
@@ -34,32 +29,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 PROMPT_S = 5.0
 """Within this the server answers again; a scheduler left in a broadcast would answer after half an hour."""
-
-
-class WorkerReceiver:
-    """Implements `Receiver` over a worker in this process."""
-
-    takes_flattened = True
-    nccl_cumem_enable = None
-
-    def __init__(self, worker: SGLangGenerationWorker) -> None:
-        self.name = "engine 0"
-        self._worker = worker
-        self._pool = ThreadPoolExecutor(4)
-
-    def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:
-        place = (group.master_address, group.master_port, rank_offset, group.world_size, group.name, group.backend)
-        return self._pool.submit(self._worker.init_weights_update_group, *place, timeout_s)
-
-    def announce(self, header: BucketHeader, group_name: str, timeout_s: float) -> Future[None]:
-        shapes = [list(shape) for shape in header.shapes]
-        update = partial(
-            self._worker.update_weights_from_distributed, load_format="flattened_bucket", timeout_s=timeout_s
-        )
-        return self._pool.submit(update, list(header.names), list(header.dtypes), shapes, group_name)
-
-    def leave(self, group_name: str, timeout_s: float) -> Future[None]:
-        return self._pool.submit(self._worker.destroy_weights_update_group, group_name, timeout_s)
 
 
 class DeadReceiver(WorkerReceiver):

@@ -16,6 +16,7 @@ from nemo_rl.utils.run_folder import RunFolder
 
 TINY = Path(__file__).parents[2] / "examples/configs/grpo_tiny_cpu.yaml"
 SERVER = "policy.generation.sglang_cfg.sglang_server_config"
+LORA = "policy.dtensor_cfg.lora_cfg"
 UNSUPPORTED = [
     "policy.generation.backend=vllm",
     "policy.dtensor_cfg._v2=false",
@@ -67,6 +68,10 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
             "policy.freeze_vision_tower: got true; Qwen3ForCausalLM has no vision tower",
         ),
         (["checkpointing.checkpoint_dir=/proc/model"], "checkpointing.checkpoint_dir: got '/proc/model'; "),
+        (
+            [f"{LORA}.enabled=true", f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,qkv]"],
+            f"{LORA}.target_modules: got 'qkv', which no linear layer is called; allowed: down_proj, gate_proj, ",
+        ),
         (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (
             ["data.dataset_name=ResponseDataset", "data.train_data_path=/no/file", "data.val_data_path=/no/file"],

@@ -11,10 +11,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from nemo_rl.config.schema import LoRAConfig
 from nemo_rl.distributed.weight_transfer.manifest import listed
 from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.conversions import group_tensors
 from nemo_rl.models.policy.export_plan import Headers, make_export_plan
+from nemo_rl.models.policy.lora import add_adapters
 
 _KEY = "policy.model_name"
 _SINGLE = "model.safetensors"
@@ -60,17 +62,20 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(chosen)]
 
 
-def check_checkpoint(folder: Path, dtype: torch.dtype) -> None:
+def check_checkpoint(folder: Path, dtype: torch.dtype, lora: LoRAConfig | None = None) -> None:
     """Do on meta, in a second and without reading weights, what the trainer ranks will do with the folder.
 
     Raises:
-        ValueError: weights that are absent or do not fit, or that could not be sent as the folder has them; by name.
+        ValueError: weights that are absent or do not fit, or that could not be sent as the folder has them; adapters that
+            the model has no place for; by name.
     """
     headers = read_headers(folder)
     model, info = _load_on_meta(folder, dtype)
     check_loaded(folder, info)
     check_ties(folder, model, headers)
     make_export_plan(model, headers, dtype)
+    if lora is not None:
+        add_adapters(model, lora)
 
 
 class _EqualOnMeta(TorchFunctionMode):

@@ -16,11 +16,11 @@ from nemo_rl.distributed.weight_transfer.errors import ManifestError
 from nemo_rl.distributed.weight_transfer.manifest import TensorSpec, listed
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
 from nemo_rl.models.policy.conversions import TensorGroup
-from nemo_rl.models.policy.export_plan import ExportPlan
+from nemo_rl.models.policy.export_plan import ExportPlan, LowRankUpdate
 from nemo_rl.models.policy.gather import Gather, gather_to_rank0
 
-WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module)\.")
-"""What torch.compile, activation checkpointing and data parallelism put into names."""
+WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
+"""What torch.compile, activation checkpointing, data parallelism and peft put into names."""
 
 
 def clean_name(name: str) -> str:
@@ -42,7 +42,8 @@ def dtensor_params_generator(
 
     Collective: every rank must walk it all. Rank 0 has the tensors, one bucket at a time, as parts of a flat buffer; other
     ranks get them on meta. Beside the buffers rank 0 holds a message as large as the largest tensor at most, or the
-    tensors of one layer that a conversion needs together, such as its stack of experts.
+    tensors of one layer that a conversion needs together, such as its stack of experts. A weight with an adapter is
+    gathered in float32, and with what is added to it takes eight bytes per element.
 
     Args:
         layouts: the buckets; None: one for all.
@@ -91,6 +92,7 @@ class _BucketMaker:
         self._is_rank0 = _is_rank0()
         self._state = state
         self._twin = plan.twin
+        self._updates = plan.updates
         self._device = device
         self._negated = negated
         self._due = deque(plan.parts())
@@ -105,7 +107,7 @@ class _BucketMaker:
         converted: list[_Conversion] = []
         while self._due and self._due[0][1][0].name in views:
             group, specs = self._due.popleft()
-            if _is_plain(group, specs):
+            if _is_plain(group, specs) and group.sources[0] not in self._updates:
                 into = views[specs[0].name] if self._is_rank0 else None
                 plain.append(Gather(self._state[group.sources[0]], specs[0].dtype, into))
                 continue
@@ -122,9 +124,11 @@ class _BucketMaker:
     def _conversion(self, group: TensorGroup, specs: Sequence[TensorSpec]) -> "_Conversion":
         dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
         device = self._device if self._is_rank0 else torch.device("meta")
-        shapes = {source: self._state[source].shape for source in group.sources}
-        whole = {source: torch.empty(shape, dtype=dtype, device=device) for source, shape in shapes.items()}
-        return _Conversion(group, specs, whole)
+        updates = {source: self._updates[source] for source in group.sources if source in self._updates}
+        exact = [name for source, update in updates.items() for name in (source, update.a, update.b)]
+        dtypes = dict.fromkeys(group.sources, dtype) | dict.fromkeys(exact, torch.float32)
+        whole = {name: torch.empty(self._state[name].shape, dtype=of, device=device) for name, of in dtypes.items()}
+        return _Conversion(group, specs, dtype, updates, whole)
 
     def _convert(self, conversions: Sequence["_Conversion"], views: Mapping[str, torch.Tensor]) -> None:
         gathers = [
@@ -138,7 +142,9 @@ class _BucketMaker:
             self._on_rank0(lambda: self._place(views))
 
     def _run(self, conversion: "_Conversion") -> None:
-        made = conversion.group.to_checkpoint(conversion.whole, self._twin)
+        whole = conversion.whole
+        merged = {name: update.merged(name, whole).to(conversion.dtype) for name, update in conversion.updates.items()}
+        made = conversion.group.to_checkpoint(whole | merged, self._twin)
         self._converted |= {spec.name: (spec, made[spec.name]) for spec in conversion.specs}
 
     def _place(self, views: Mapping[str, torch.Tensor]) -> None:
@@ -163,8 +169,10 @@ class _BucketMaker:
 class _Conversion:
     group: TensorGroup
     specs: Sequence[TensorSpec]
+    dtype: torch.dtype
+    updates: Mapping[str, LowRankUpdate]
     whole: dict[str, torch.Tensor]
-    """The sources, on rank 0; on meta elsewhere."""
+    """The sources, on rank 0; on meta elsewhere. In `dtype`, but float32 where an adapter is merged, and its factors."""
 
     @property
     def num_bytes(self) -> int:
@@ -195,7 +203,8 @@ def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan:
     ]
     if reshaped:
         raise ManifestError(f"{type(model).__name__} has other shapes than at set-up: {listed(reshaped)}")
-    planned = {source for spec in plan.manifest.specs for source in spec.sources} | plan.left_out
+    factors = {name for update in plan.updates.values() for name in (update.a, update.b)}
+    planned = {source for spec in plan.manifest.specs for source in spec.sources} | plan.left_out | factors
     held = state.keys() - tied.keys()
     if planned != held:
         raise ManifestError(

@@ -6,7 +6,7 @@ engines load the disk's names, shapes and layout and skip what they do not know.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +29,25 @@ _INTEGER_DTYPES = {
 
 
 @dataclass(frozen=True)
+class LowRankUpdate:
+    """What an adapter adds to a weight `[out, in]`: scale * B A, by names of parameters without wrappers."""
+
+    a: str
+    """`[rank, in]`"""
+    b: str
+    """`[out, rank]`"""
+    scale: float
+
+    def merged(self, weight: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`tensors[weight]` with the update, in its dtype and place.
+
+        Nothing is added while B is zero: a weight of -0.0 would become 0.0, and the engines' checksums would differ.
+        """
+        base, a, b = tensors[weight], tensors[self.a], tensors[self.b]
+        return base.add_((b @ a).mul_(self.scale)) if b.any() else base
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     manifest: Manifest
     groups: tuple[TensorGroup, ...]
@@ -39,15 +58,19 @@ class ExportPlan:
     """
     left_out: frozenset[str] = frozenset()
     """Sources of what is not sent."""
+    updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
+    """Of sources that have an adapter."""
 
     def parts(self) -> Iterator[tuple[TensorGroup, list[TensorSpec]]]:
         """Each group with what it becomes, in the order of the manifest."""
         return zip(self.groups, self.manifest.by_sources(), strict=True)
 
     def without(self, frozen: Collection[str]) -> "ExportPlan":
-        """What is made of other parameters too, or of buffers; and what engines join with it, since half is not enough."""
+        """What is made of other parameters too, of buffers, or with adapters; and what engines join with it, since half is
+        not enough.
+        """
         pairs = list(self.parts())
-        moves = [not set(group.sources) <= set(frozen) for group, _ in pairs]
+        moves = [not set(group.sources) <= set(frozen) - self.updates.keys() for group, _ in pairs]
         joins = {
             join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs
         }

@@ -64,7 +64,14 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def export_hf(self, folder: str, *, timeout_s: float | None = None) -> None:
-        """Write model and tokenizer as a Hugging Face folder in `precision`; `timeout_s` None: as long as a step may take."""
+        """Write model and tokenizer as a Hugging Face folder in `precision`, adapters merged.
+
+        `timeout_s` None: as long as a step may take.
+        """
+
+    @abstractmethod
+    def export_adapter(self, folder: str) -> None:
+        """Write the adapters of a LoRA policy alone, in float32, as a folder that peft loads on the base model."""
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

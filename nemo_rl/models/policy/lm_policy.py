@@ -102,6 +102,9 @@ class Policy(PolicyInterface):
         limit_s = _STEP_TIMEOUT_S if timeout_s is None else timeout_s
         self.workers.run("export_hf", timeout_s=limit_s, folder=folder)
 
+    def export_adapter(self, folder: str) -> None:
+        self.workers.run("export_adapter", timeout_s=_STEP_TIMEOUT_S, folder=folder)
+
     def free_memory_bytes(self) -> int:
         return min(self.workers.run("free_memory_bytes", timeout_s=self._answer_by_s(None)))
 

@@ -6,7 +6,7 @@ time. What the folder decides beside the weights (config, name conversions, buff
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +20,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from nemo_rl.config.schema import LoRAConfig
 from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.checkpoint import check_loaded, read_headers
 from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan
+from nemo_rl.models.policy.lora import add_adapters, init_adapters
+from nemo_rl.models.policy.utils import find_blocks
 from nemo_rl.models.policy.vision import find_vision_tower
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,10 @@ class ShardOptions:
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     """Shards stay in host memory between uses; needs a cuda mesh."""
+    lora: LoRAConfig | None = None
+    """Train adapters alone."""
+    seed: int = 0
+    """Of new adapters."""
 
 
 def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> tuple[PreTrainedModel, ExportPlan]:
@@ -81,6 +88,10 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
     source = read[0] if isinstance(read, tuple) else None
     model = _build_on_meta(plan, options)
     export_plan = make_export_plan(_build_on_meta(plan, options), plan.headers, options.compute_dtype)
+    if options.lora is not None:
+        export_plan = replace(export_plan, updates=add_adapters(model, options.lora))
+        if source is not None:
+            init_adapters(source, add_adapters(source, options.lora), options.lora.lora_a_init, options.seed)
     shard_model(model, mesh, options)
     model.to_empty(device="cpu" if options.cpu_offload else device)
     _tie(model, plan.tied)
@@ -108,22 +119,6 @@ def reshard(model: nn.Module) -> None:
     """Drop gathered weights: a forward pass without backward leaves copies that the next optimizer step makes stale."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks: those that the model class must not split, else the longest list of modules.
-
-    Of blocks within blocks the outer ones: a block is sharded whole.
-    """
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if blocks:
-        inner = {id(part) for block in blocks for part in block.modules() if part is not block}
-        return [block for block in blocks if id(block) not in inner]
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"policy.model_name: {type(model).__name__} has no list of transformer blocks to shard")
-    return max(lists, key=len)
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> None:

@@ -28,7 +28,12 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     kwargs = config.kwargs
     beta1, beta2 = kwargs.betas
     return torch.optim.AdamW(
-        parameters, lr=kwargs.lr, weight_decay=kwargs.weight_decay, betas=(beta1, beta2), eps=kwargs.eps, fused=True
+        [parameter for parameter in parameters if parameter.requires_grad],
+        lr=kwargs.lr,
+        weight_decay=kwargs.weight_decay,
+        betas=(beta1, beta2),
+        eps=kwargs.eps,
+        fused=True,
     )
 
 

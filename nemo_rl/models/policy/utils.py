@@ -1,4 +1,4 @@
-"""Leaf helpers of the policy: dtypes, the process group, free memory."""
+"""Leaf helpers of the policy: dtypes, the process group, free memory, transformer blocks."""
 
 import os
 from datetime import timedelta
@@ -6,6 +6,8 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
 
 from nemo_rl.utils.network import check_interfaces
 
@@ -49,3 +51,19 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
+
+
+def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks: those that the model class must not split, else the longest list of modules.
+
+    Of blocks within blocks the outer ones: a block is sharded whole.
+    """
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if blocks:
+        inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+        return [block for block in blocks if id(block) not in inner]
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"policy.model_name: {type(model).__name__} has no list of transformer blocks to shard")
+    return max(lists, key=len)

@@ -17,6 +17,7 @@ TOLERANCE = f"{SGLANG}.sglang_fault_tolerance_config"
 QUANTIZATION = f"{SGLANG}.quantization"
 RESOURCES = f"{GENERATION}.colocated.resources"
 DTENSOR = "policy.dtensor_cfg"
+LORA = f"{DTENSOR}.lora_cfg"
 OPTIMIZER = "policy.optimizer.kwargs"
 RULED_OUT = "not allowed: the program sets it from other keys, or rules it out"
 ROUTER_POLICIES = "'manual', 'cache_aware', 'consistent_hashing', 'round_robin', 'random' or 'power_of_two'"
@@ -40,12 +41,17 @@ def together(overrides: list[str], key: str, says: str) -> BadConfig:
     return BadConfig(tuple(overrides), key, says)
 
 
+def with_lora(key: str, value: str, says: str) -> BadConfig:
+    return BadConfig((f"{LORA}.enabled=true", f"{key}={value}"), key, says)
+
+
 UNKNOWN_KEYS = [
     bad("policy.precison", "bfloat16", "got 'bfloat16'; unknown key; did you mean 'precision'?"),
     bad(f"{SERVER}.kv_cache_dtype", "fp8_e5m2", "got 'fp8_e5m2'; unknown key; allowed here: "),
     bad(f"{QUANTIZATION}.schema", "fp8", "got 'fp8'; unknown key; did you mean 'scheme'?"),
     bad(f"{ROUTER}.polcy", "random", "got 'random'; unknown key; did you mean 'policy'?"),
     bad(f"{TOLERANCE}.use_fault_tolerence", "true", "got true; unknown key; did you mean 'use_fault_tolerance'?"),
+    bad(f"{LORA}.rank", "8", "got 8; unknown key; allowed here: alpha, dim, "),
     bad("data.num_trian", "7", "got 7; unknown key; did you mean 'num_train'?"),
 ]
 
@@ -69,6 +75,7 @@ TYPES = [
     bad(f"{SERVER}.extra_args", "--foo", "got '--foo'; allowed: a list of strings"),
     bad("refit.engine_constants", "foo", "got 'foo'; allowed: a list of strings"),
     bad("refit", "full", "got 'full'; allowed: a section with the keys verify, engine_constants"),
+    bad(f"{LORA}.target_modules", "q_proj", "got 'q_proj'; allowed: a list of strings"),
     bad("policy.scheduler", "5", "got 5; allowed: a section with the keys name, kwargs"),
     bad(QUANTIZATION, "fp8", "got 'fp8'; allowed: a section with the keys scheme"),
     bad("data", "foo", "got 'foo'; allowed: a section with the key dataset_name and those of its kind"),
@@ -97,6 +104,8 @@ RANGES = [
     bad(f"{TOLERANCE}.health_check_max_failures", "0", "got 0; allowed: greater than or equal to 1"),
     bad(f"{TOLERANCE}.max_replacements", "-1", "got -1; allowed: greater than or equal to 0"),
     bad(f"{TOLERANCE}.max_request_retries", "-1", "got -1; allowed: greater than or equal to 0"),
+    bad(f"{LORA}.dim", "0", "got 0; allowed: greater than or equal to 1"),
+    bad(f"{LORA}.lora_A_init", "pissa", "got 'pissa'; allowed: 'xavier', 'uniform' or 'gaussian'"),
     bad("grpo.num_generations_per_prompt", "1", "got 1; allowed: greater than or equal to 2"),
     bad("loss_fn.reference_policy_kl_type", "k4", "got 'k4'; allowed: 'k1', 'k2' or 'k3'"),
     bad("loss_fn.ratio_clip_c", "1.0", "got 1.0; allowed: greater than 1"),
@@ -133,6 +142,9 @@ UNSUPPORTED = [
     bad(f"{GENERATION}.top_p", "0.9", "got 0.9; not supported (the trainer's log-probs are those of the whole"),
     bad(f"{GENERATION}.top_k", "5", "got 5; not supported (the trainer's log-probs are those of the whole vocabulary"),
     bad(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 alone)"),
+    with_lora(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported ("),
+    with_lora(f"{LORA}.dropout", "0.1", "got 0.1; not supported (the model is in eval mode also for training"),
+    with_lora(f"{LORA}.use_triton", "true", "got true; not supported (peft has no Triton kernels); set "),
     bad("policy.megatron_cfg.enabled", "true", "got true; not supported (the Megatron policy is not part of this"),
     together([f"{DTENSOR}._v2=false"], f"{DTENSOR}._v2", "got false; not supported (the DTensor v1 worker cannot"),
 ]
@@ -176,6 +188,13 @@ CONTRADICTIONS = [
     bad("policy.train_micro_batch_size", "5", "got 5; must divide 64"),
     bad(f"{GENERATION}.max_new_tokens", "4096", "got 4096; must be below policy.max_total_sequence_length = 128"),
     bad(f"{SERVER}.weight_update_backend", "nccl", f"got 'nccl'; needs CUDA, and cluster.device is cpu; set {SERVER}"),
+    with_lora(f"{LORA}.target_modules", "[q_proj]", f"got ['q_proj']; set {LORA}.match_all_linear=false with it"),
+    together(
+        [f"{LORA}.enabled=true", f"{LORA}.match_all_linear=false"],
+        f"{LORA}.target_modules",
+        f"got []; name layers, or set {LORA}.match_all_linear=true",
+    ),
+    bad("checkpointing.lora_export", "adapter", f"got 'adapter'; there is no adapter; set {LORA}.enabled=true"),
     bad("data.num_train", "7", "got 7; must be at least grpo.num_prompts_per_step = 16"),
     bad("data.num_validation", "0", "got 0; validation needs at least 1"),
     bad("data.min_terms", "3", "got 3; must be at most data.max_terms = 2"),

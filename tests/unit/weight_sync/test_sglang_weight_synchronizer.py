@@ -104,6 +104,9 @@ class FakePolicy(PolicyInterface):
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
         raise AssertionError
 
+    def export_adapter(self, folder: str) -> None:
+        raise NotImplementedError
+
     def export_hf(self, folder: str, *, timeout_s: float | None = None) -> None:
         self.events.append("export")
         self.time_limits["export"] = timeout_s

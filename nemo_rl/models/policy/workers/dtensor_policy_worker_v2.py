@@ -33,9 +33,11 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
 )
 from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
+from nemo_rl.models.policy.adapter_folder import export_adapter
 from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
 from nemo_rl.models.policy.hf_folder import copy_processor, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.lora import adapters_off
 from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
 from nemo_rl.models.policy.utils import (
@@ -82,7 +84,8 @@ class DTensorPolicyWorkerV2:
         """Join the other ranks and load the model.
 
         Args:
-            loss_needs_reference: hold a frozen copy of the initial policy for `get_reference_policy_logprobs`.
+            loss_needs_reference: hold a frozen copy of the initial policy for `get_reference_policy_logprobs`. With LoRA
+                there is none: the base without its adapters is the initial policy.
             model_folder: Hugging Face folder; read on rank 0 alone.
             tokenizer_folder: its tokenizer goes into exports; null: exports hold none.
             device: `cpu` or `cuda` (the GPU that Ray gave this actor, else the first visible one).
@@ -127,6 +130,8 @@ class DTensorPolicyWorkerV2:
             activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
             freeze_vision_tower=cfg.freeze_vision_tower,
+            lora=cfg.dtensor_cfg.lora_cfg.if_enabled,
+            seed=seed,
         )
         self.model, self.export_plan = load_sharded_model(model_folder, self.mesh, self.shard_options)
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)
@@ -134,13 +139,17 @@ class DTensorPolicyWorkerV2:
         frozen = dataclasses.replace(
             self.shard_options, master_dtype=self.dtype, trainable=False, activation_checkpointing=False
         )
-        self.reference = load_sharded_model(model_folder, self.mesh, frozen)[0] if loss_needs_reference else None
+        needs_copy = loss_needs_reference and self.shard_options.lora is None
+        self.reference = load_sharded_model(model_folder, self.mesh, frozen)[0] if needs_copy else None
         logger.info("rank %d of %d holds its shard of %s", rank, world_size, model_folder)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         return BatchedDataDict(logprobs=self._logprobs(self.model, data))
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        if self.shard_options.lora is not None:
+            with adapters_off(self.model):
+                return BatchedDataDict(reference_logprobs=self._logprobs(self.model, data))
         if self.reference is None:
             raise AssertionError("no reference policy is held: the worker was made with loss_needs_reference=False")
         return BatchedDataDict(reference_logprobs=self._logprobs(self.reference, data))
@@ -161,6 +170,17 @@ class DTensorPolicyWorkerV2:
             export_hf(self.model, self.export_plan, tokenizer, folder, self.dtype)
             if dist.get_rank() == 0:
                 copy_processor(self.model_folder, folder)
+        finally:
+            dist.barrier()  # also when rank 0 cannot write: the others wait here
+
+    def export_adapter(self, folder: str) -> None:
+        """Write the adapters as a peft folder; no rank returns before it is whole."""
+        if self.shard_options.lora is None:
+            raise AssertionError("there is no adapter: policy.dtensor_cfg.lora_cfg.enabled is false")
+        try:
+            export_adapter(
+                self.model, self.export_plan, self.shard_options.lora, folder, self.cfg.model_name, self.device
+            )
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 

@@ -39,6 +39,16 @@ class WeightedLoss:
         return loss, {"mean_logprob": (logprobs.detach() * mask).sum() / max(normalizer.num_tokens, 1)}
 
 
+def plain_loss(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
+    """`WeightedLoss` of a whole batch, by a model that is not sharded."""
+    ids, lengths = batch["input_ids"], batch["input_lengths"]
+    attention_mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    logits = model(input_ids=ids, attention_mask=attention_mask).logits.float() / TEMPERATURE
+    chosen = torch.log_softmax(logits[:, :-1], -1).gather(2, ids[:, 1:, None]).squeeze(2)
+    mask = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
+    return -(chosen * batch["weights"][:, None] * mask).sum() / mask.sum()
+
+
 def dense_config(tied: bool) -> PretrainedConfig:
     return Qwen3Config(
         hidden_size=64,
@@ -119,7 +129,13 @@ def make_batch(seed: int, num_samples: int = GLOBAL_BATCH, vocab: int = 130) -> 
     )
 
 
-def policy_config(*, precision: str = "float32", micro_batch: int = 2, checkpointing: bool = False) -> PolicyConfig:
+def policy_config(
+    *,
+    precision: str = "float32",
+    micro_batch: int = 2,
+    checkpointing: bool = False,
+    lora: Mapping[str, Any] | None = None,
+) -> PolicyConfig:
     return PolicyConfig.model_validate(
         {
             "model_name": "tiny",
@@ -130,7 +146,7 @@ def policy_config(*, precision: str = "float32", micro_batch: int = 2, checkpoin
             "max_grad_norm": MAX_GRAD_NORM,
             "optimizer": {"kwargs": ADAMW},
             "scheduler": {"kwargs": WARM_UP},
-            "dtensor_cfg": {"activation_checkpointing": checkpointing},
+            "dtensor_cfg": {"activation_checkpointing": checkpointing, "lora_cfg": lora or {}},
             "generation": {"max_new_tokens": 8, "temperature": TEMPERATURE},
         }
     )

@@ -28,15 +28,6 @@ class Plain:
     weights: dict[str, torch.Tensor]
 
 
-def plain_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    ids, lengths = batch["input_ids"], batch["input_lengths"]
-    attention_mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    logits = model(input_ids=ids, attention_mask=attention_mask).logits.float() / cases.TEMPERATURE
-    chosen = torch.log_softmax(logits[:, :-1], -1).gather(2, ids[:, 1:, None]).squeeze(2)
-    mask = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
-    return -(chosen * batch["weights"][:, None] * mask).sum() / mask.sum()
-
-
 def train_plain(folder: str, precision: str) -> Plain:
     """Three steps on the whole batch, without micro-batches; with bf16, gradients come from a bf16 copy."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -49,7 +40,7 @@ def train_plain(folder: str, precision: str) -> Plain:
         optimizer.param_groups[0]["lr"] = cases.ADAMW["lr"] * factor
         runner = model if precision == "float32" else copy.deepcopy(model).to(torch.bfloat16)
         runner.zero_grad()
-        loss = plain_loss(runner, cases.make_batch(step))
+        loss = cases.plain_loss(runner, cases.make_batch(step))
         loss.backward()
         for master, copied in zip(model.parameters(), runner.parameters(), strict=True):
             master.grad = copied.grad.float()

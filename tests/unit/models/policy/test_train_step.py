@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 from nemo_rl.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import LossNormalizer
-from nemo_rl.models.policy.parallelize import ShardOptions, find_blocks, load_sharded_model
+from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
 from nemo_rl.models.policy.train_step import (
     compute_logprobs,
     global_normalizer,
@@ -21,7 +21,7 @@ from nemo_rl.models.policy.train_step import (
     token_logprobs,
     train_on_batch,
 )
-from nemo_rl.models.policy.utils import resolve_device
+from nemo_rl.models.policy.utils import find_blocks, resolve_device
 
 FP32 = ShardOptions(compute_dtype=torch.float32)
 
