@@ -80,6 +80,7 @@ def _length_lines(config: MasterConfig) -> Iterator[str]:
 
 def _lora_lines(config: MasterConfig) -> Iterator[str]:
     lora, ranks = config.policy.dtensor_cfg.lora_cfg, config.policy.dtensor_cfg.tensor_parallel_size
+    tower = config.policy.freeze_vision_tower
     if not lora.enabled:
         if config.checkpointing.lora_export == "adapter":
             yield refusal("checkpointing.lora_export", "adapter", f"there is no adapter; set {_LORA}.enabled=true")
@@ -92,6 +93,7 @@ def _lora_lines(config: MasterConfig) -> Iterator[str]:
         (f"{_LORA}.dropout", lora.dropout, 0.0, "the model is in eval mode also for training, so it would do nothing"),
         (f"{_LORA}.use_triton", lora.use_triton, False, "peft has no Triton kernels"),
         ("policy.dtensor_cfg.tensor_parallel_size", ranks, 1, f"with {_LORA}.enabled=true"),
+        ("policy.freeze_vision_tower", tower, False, f"adapters train alone; name its layers in {_LORA}.exclude_modules"),
     ):
         if got != allowed:
             yield refusal(key, got, f"not supported ({why}); set {key}={yaml_text(allowed)}")

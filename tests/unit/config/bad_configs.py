@@ -144,6 +144,7 @@ UNSUPPORTED = [
     bad(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 alone)"),
     with_lora(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported ("),
     with_lora(f"{LORA}.dropout", "0.1", "got 0.1; not supported (the model is in eval mode also for training"),
+    with_lora("policy.freeze_vision_tower", "true", "got true; not supported (adapters train alone; "),
     with_lora(f"{LORA}.use_triton", "true", "got true; not supported (peft has no Triton kernels); set "),
     bad("policy.megatron_cfg.enabled", "true", "got true; not supported (the Megatron policy is not part of this"),
     together([f"{DTENSOR}._v2=false"], f"{DTENSOR}._v2", "got false; not supported (the DTensor v1 worker cannot"),
