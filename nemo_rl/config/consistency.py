@@ -71,6 +71,8 @@ def _length_lines(config: MasterConfig) -> Iterator[str]:
 
 def _server_lines(config: MasterConfig) -> Iterator[str]:
     server = config.policy.generation.sglang_cfg.sglang_server_config
+    if config.policy.dtensor_cfg.cpu_offload and config.cluster.device == "cpu":
+        yield refusal("policy.dtensor_cfg.cpu_offload", True, "needs CUDA, and cluster.device is cpu")
     if config.cluster.share_gpus:
         yield from _sharing_lines(config)
     if server.weight_update_backend == "nccl" and config.cluster.device == "cpu":

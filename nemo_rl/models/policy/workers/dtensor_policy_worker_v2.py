@@ -125,13 +125,18 @@ class DTensorPolicyWorkerV2:
             compute_dtype=self.dtype,
             attention=attention,
             activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
+            torch_compile=cfg.dtensor_cfg.torch_compile,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
         )
         self.model, self.export_plan = load_sharded_model(model_folder, self.mesh, self.shard_options)
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)
         self.scheduler = make_scheduler(self.optimizer, cfg.scheduler)
         frozen = dataclasses.replace(
-            self.shard_options, master_dtype=self.dtype, trainable=False, activation_checkpointing=False
+            self.shard_options,
+            master_dtype=self.dtype,
+            trainable=False,
+            activation_checkpointing=False,
+            torch_compile=False,
         )
         self.reference = load_sharded_model(model_folder, self.mesh, frozen)[0] if loss_needs_reference else None
         logger.info("rank %d of %d holds its shard of %s", rank, world_size, model_folder)
