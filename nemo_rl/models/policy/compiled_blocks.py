@@ -31,4 +31,4 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     the start, since nearly every micro-batch has a length of its own.
     """
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, dynamic=True)
