@@ -60,7 +60,6 @@ def test_a_mixture_of_experts_stays_near_its_engine_while_it_trains(precision: s
     rows = train(replace(QWEN3_MOE, make_config=make_config), tmp_path, precision)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     for row in rows:
-        print({k: row[k] for k in row if k.startswith("train/")})
         assert 1.0 <= row["train/token_mult_prob_error"] < 1.03
         # 2 experts of 4 per token: 2 when all are used alike.
         assert 1.9 < row["train/aux_loss"] < 4.0

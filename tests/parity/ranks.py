@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import policy_cases as cases
 import torch
@@ -27,6 +29,8 @@ class Run:
     shape: Shape
     folder: str
     port: int
+    compile_backend: str = "inductor"
+    """`aot_eager`: the same graphs, forward and backward, without a minute of code generation."""
 
     @property
     def export_folder(self) -> str:
@@ -59,6 +63,11 @@ class Seen:
 def train_run(run: Run, rank: int) -> Seen:
     """Three steps as this rank."""
     torch.set_num_threads(1)
+    with mock.patch("torch.compile", partial(torch.compile, backend=run.compile_backend)):
+        return _train_run(run, rank)
+
+
+def _train_run(run: Run, rank: int) -> Seen:
     shape = run.shape
     cfg = cases.policy_config(precision=shape.precision, micro_batch=shape.micro_batch, dtensor=shape.settings)
     worker = cases.make_worker(run.folder, cfg, rank=rank, world_size=shape.num_ranks, port=run.port)

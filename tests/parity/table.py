@@ -44,11 +44,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def rows(shapes: Sequence[Shape], folder: Path) -> Iterator[str]:
-    """One after the other; each has ranks of its own."""
+    """Ranks are started once for all shapes that have as many."""
+    runs = {}
     for number, shape in enumerate(shapes):
-        model = cases.write_model(folder / f"{number}/model", FAMILIES[shape.family].make_config())
-        seen = spawn([Run(shape, model, cases.free_port())], folder / f"{number}/ranks")
-        yield row(shape, compare([rank[shape.name] for rank in seen], train_plain(model, shape), shape))
+        model = cases.write_model(folder / str(number), FAMILIES[shape.family].make_config())
+        runs[shape.name] = Run(shape, model, cases.free_port())
+    seen = {
+        num_ranks: spawn([run for run in runs.values() if run.shape.num_ranks == num_ranks], folder / f"x{num_ranks}")
+        for num_ranks in sorted({shape.num_ranks for shape in shapes})
+    }
+    for shape in shapes:
+        ranks = [rank[shape.name] for rank in seen[shape.num_ranks]]
+        yield row(shape, compare(ranks, train_plain(runs[shape.name].folder, shape), shape))
 
 
 if __name__ == "__main__":
