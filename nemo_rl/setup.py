@@ -30,6 +30,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 from nemo_rl.models.model_source import check_model, resolve_model
 from nemo_rl.models.policy.checkpoint import check_checkpoint
+from nemo_rl.models.policy.compiled_blocks import check_compiler
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.utils import PRECISION_DTYPES
 from nemo_rl.models.policy.vision import check_vision_tower
@@ -67,6 +68,8 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     device = _resolve_device(config.cluster.device)
     if device == "cpu" and config.policy.dtensor_cfg.cpu_offload:
         raise ValueError("policy.dtensor_cfg.cpu_offload: got true; allowed on cuda, and this run is on cpu")
+    if config.policy.dtensor_cfg.torch_compile:
+        check_compiler(device)
     problems = load_problems(config.data)
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])

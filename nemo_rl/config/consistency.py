@@ -93,7 +93,12 @@ def _lora_lines(config: MasterConfig) -> Iterator[str]:
         (f"{_LORA}.dropout", lora.dropout, 0.0, "the model is in eval mode also for training, so it would do nothing"),
         (f"{_LORA}.use_triton", lora.use_triton, False, "peft has no Triton kernels"),
         ("policy.dtensor_cfg.tensor_parallel_size", ranks, 1, f"with {_LORA}.enabled=true"),
-        ("policy.freeze_vision_tower", tower, False, f"adapters train alone; name its layers in {_LORA}.exclude_modules"),
+        (
+            "policy.freeze_vision_tower",
+            tower,
+            False,
+            f"adapters train alone; name its layers in {_LORA}.exclude_modules",
+        ),
     ):
         if got != allowed:
             yield refusal(key, got, f"not supported ({why}); set {key}={yaml_text(allowed)}")
@@ -101,6 +106,8 @@ def _lora_lines(config: MasterConfig) -> Iterator[str]:
 
 def _server_lines(config: MasterConfig) -> Iterator[str]:
     server = config.policy.generation.sglang_cfg.sglang_server_config
+    if config.policy.dtensor_cfg.cpu_offload and config.cluster.device == "cpu":
+        yield refusal("policy.dtensor_cfg.cpu_offload", True, "needs CUDA, and cluster.device is cpu")
     if config.cluster.share_gpus:
         yield from _sharing_lines(config)
     if server.weight_update_backend == "nccl" and config.cluster.device == "cpu":

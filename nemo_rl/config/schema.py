@@ -109,6 +109,8 @@ class DTensorConfig(Section):
     """Keep the shards in host memory between uses; on CUDA alone."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    torch_compile: bool = False
+    """Compile each block of the policy, for any length; needs a C++ compiler on CPU, a C compiler on CUDA."""
     lora_cfg: LoRAConfig = LoRAConfig()
 
 

@@ -8,15 +8,16 @@ it prints the lines of those families alone.
 
 import argparse
 import logging
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from engine_rig import EngineRig, Row
 from family import Family, write_checkpoint
+from marked_text import write_between
 from stream_check import StreamReport, check_class, check_stream, single_rank_mesh
 from text_families import TEXT_FAMILIES
 from tiny_fixes import CHANGED_BY_LOADING
@@ -49,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     if not options.family:
         streams = list(check_all_streams(mesh))
         show("\n".join(streams))
-        write_table("engine", [*HEADING, *lines])
-        write_table("streams", streams)
+        write_between(DOCUMENT, "<!-- engine -->", "<!-- end of engine -->", [*HEADING, *lines])
+        write_between(DOCUMENT, "<!-- streams -->", "<!-- end of streams -->", streams)
         lines += streams
     return int(any("FAILED" in line for line in lines))
 
@@ -113,19 +114,6 @@ def check_all_streams(mesh: DeviceMesh) -> Iterator[str]:
         + "; ".join(f"`{name}`: {', '.join(tensors)}" for name, tensors in CHANGED_BY_LOADING.items())
         + (": transformers overwrites these values on loading, which the proof of the first refit would refuse")
     )
-
-
-def write_table(name: str, lines: Sequence[str]) -> None:
-    """Replace what stands between the two comments of that name in the document."""
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    text, count = re.subn(
-        f"{re.escape(begin)}.*?{re.escape(end)}",
-        lambda _: "\n".join([begin, "", *lines, "", end]),
-        DOCUMENT.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    assert count == 1, f"{DOCUMENT} lacks {begin}"
-    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 def show(text: str) -> None:

@@ -13,10 +13,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
 from fault_cases import CASES, Case
 from fault_rig import REFIT_TIMEOUT_S, start_rig
 from fault_row import HEADING
 from fault_run import run_case
+from marked_text import write_between
 
 BY_NAME = {case.name: case for case in CASES}
 DOCUMENT = Path(__file__).parents[2] / "docs/reliability.md"
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     summary = f"{len(lines)} rows, {num_failed} not as they have to be; `refit_timeout_s` {REFIT_TIMEOUT_S:g}."
     show(summary)
     if not options.fault and not options.engines:
-        write_table([*HEADING, *sorted(lines, key=_place), "", summary])
+        table = [*HEADING, *sorted(lines, key=_place), "", summary]
+        write_between(DOCUMENT, "<!-- faults: begin -->", "<!-- faults: end -->", table)
     return int(num_failed > 0)
 
 
@@ -80,15 +83,6 @@ def _place(line: str) -> tuple[int, str]:
 def show(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def write_table(lines: Sequence[str]) -> None:
-    """Between the two marks of the document."""
-    begin, end = "<!-- faults: begin -->", "<!-- faults: end -->"
-    text = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    DOCUMENT.write_text(f"{before}{begin}\n{chr(10).join(lines)}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,6 +78,11 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
             "data.val_data_path: ",
         ),
         pytest.param(
+            ["cluster.device=auto", "policy.dtensor_cfg.cpu_offload=true"],
+            "policy.dtensor_cfg.cpu_offload: got true; allowed on cuda, and this run is on cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this run would be on cuda"),
+        ),
+        pytest.param(
             ["cluster.device=cuda"],
             "cluster.device: got 'cuda'; no CUDA device here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
@@ -91,4 +96,16 @@ def test_what_the_config_names_is_looked_at_before_anything_is_started(
     with pytest.raises(ValueError, match=r": ") as caught:
         setup.prepare_inputs(config)
     assert str(caught.value).splitlines()[-1].startswith(line)
+    assert started == []
+
+
+@pytest.mark.parametrize(("variable", "value"), [("CXX", "/no/such/compiler -O1"), ("PATH", "/no/such/folder")])
+def test_compiling_without_a_compiler_is_refused_before_anything_is_started(
+    variable: str, value: str, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(TINY, ["policy.dtensor_cfg.torch_compile=true"])
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=r"policy.dtensor_cfg.torch_compile: got true; .* on cpu one of .*PATH"):
+        setup.prepare_inputs(config)
     assert started == []

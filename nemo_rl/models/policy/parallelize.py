@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from nemo_rl.config.schema import LoRAConfig
 from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.checkpoint import check_loaded, read_headers
+from nemo_rl.models.policy.compiled_blocks import check_compiler, compile_blocks
 from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan
 from nemo_rl.models.policy.lora import add_adapters, init_adapters
 from nemo_rl.models.policy.utils import find_blocks
@@ -60,6 +61,8 @@ class ShardOptions:
     attention: str | None = None
     """Implementation by its name in transformers; null: its own choice."""
     activation_checkpointing: bool = False
+    torch_compile: bool = False
+    """Of each block; needs a compiler."""
     cpu_offload: bool = False
     """Shards stay in host memory between uses; needs a cuda mesh."""
     lora: LoRAConfig | None = None
@@ -77,10 +80,12 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
     forward differ from those that the loss compares them with.
 
     Raises:
-        ValueError: on every rank, when rank 0 cannot load the folder whole, for `cpu_offload` without cuda, or when
-            the model would not be exported as the folder has it.
+        ValueError: on every rank, when rank 0 cannot load the folder whole, for `cpu_offload` without cuda, for
+            `torch_compile` without a compiler, or when the model would not be exported as the folder has it.
     """
     device = mesh_device(mesh)
+    if options.torch_compile:
+        check_compiler(device.type)
     if options.cpu_offload and device.type != "cuda":
         raise ValueError("policy.dtensor_cfg.cpu_offload: got true on device cpu; allowed only on cuda")
     read = _read_on_rank0(folder, options.master_dtype)
@@ -129,6 +134,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions)
     blocks = find_blocks(model)
     if options.activation_checkpointing:
         blocks = _checkpoint_activations(model, blocks)
+    if options.torch_compile:
+        compile_blocks(blocks)
     policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
     for block in blocks:

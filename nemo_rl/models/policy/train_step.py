@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.aux_loss import AuxLoss
 from nemo_rl.models.policy.interfaces import LossFunction, LossNormalizer, TrainResult
 from nemo_rl.models.policy.parallelize import compute_device, fsdp_modules, reshard
 from nemo_rl.models.policy.vision import Pictures, forward_inputs
@@ -185,12 +186,15 @@ def train_on_batch(
 ) -> TrainResult:
     """One optimizer step over the samples of all ranks; `data` is this rank's part. Collective.
 
+    The loss that is returned has the model's auxiliary loss in it, where there is one.
+
     Raises:
         AssertionError: on every rank, when the parts differ in size (their numbers of collectives would too).
         FloatingPointError: on every rank and before the step, when the gradient norm is not finite.
     """
     normalizer = global_normalizer(data, compute_device(model), group)
-    sums = _accumulate_gradients(model, data, loss_fn, normalizer, micro_batch_size, temperature)
+    aux_loss = AuxLoss(model, data, group)
+    sums = _accumulate_gradients(model, data, loss_fn, normalizer, aux_loss, micro_batch_size, temperature)
     totals = _sum_over_ranks(sums, compute_device(model), group)
     grad_norm = clip_gradients(model.parameters(), max_grad_norm)
     if not torch.isfinite(grad_norm):
@@ -226,6 +230,7 @@ def _accumulate_gradients(
     data: BatchedDataDict,
     loss_fn: LossFunction,
     normalizer: LossNormalizer,
+    aux_loss: AuxLoss,
     micro_batch_size: int,
     temperature: float,
 ) -> dict[str, torch.Tensor]:
@@ -235,10 +240,13 @@ def _accumulate_gradients(
     for number, index in enumerate(indices):
         micro_batch = _trimmed(data.select_indices(index.tolist())).to(compute_device(model))
         _set_last(model, number == len(indices) - 1)
-        logprobs = _micro_batch_logprobs(model, micro_batch, temperature)
+        with aux_loss.recorded(micro_batch) as balance:
+            logprobs = _micro_batch_logprobs(model, micro_batch, temperature)
         loss, metrics = loss_fn(logprobs, micro_batch, normalizer)
+        for value in balance:
+            loss, metrics = loss + aux_loss.coefficient * value, metrics | {"aux_loss": value}
         loss.backward()
-        for name, value in {"loss": loss, **metrics}.items():
+        for name, value in {**metrics, "loss": loss}.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
     return sums
 

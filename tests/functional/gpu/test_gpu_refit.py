@@ -8,16 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-import torch
-from gpu_stack import checksums, checksums_of, send, started
+from gpu_stack import SMALL_BATCH, checksums, checksums_of, make_prompts, send, started, train_once
 
 from nemo_rl.algorithms.grpo import Participants
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.model_source import resolve_model
 
 pytestmark = pytest.mark.gpu
-
-VOCAB_SIZE = 49152
 
 
 @pytest.fixture(scope="module")
@@ -26,29 +23,10 @@ def gpu_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Participants]:
     with started(
         tmp_path_factory.mktemp("gpu_refit"),
         "policy.generation.sglang_cfg.sglang_fault_tolerance_config.use_fault_tolerance=true",
-        "policy.train_global_batch_size=8",
-        "policy.train_micro_batch_size=4",
-        "grpo.num_prompts_per_step=4",
-        "grpo.num_generations_per_prompt=2",
-        "policy.optimizer.kwargs.lr=1e-3",
+        *SMALL_BATCH,
         "policy.refit_buffer_size_gb=0.05",
     ) as run:
         yield run
-
-
-def make_prompts(num: int, length: int = 24) -> BatchedDataDict:
-    ids = torch.randint(4, VOCAB_SIZE, (num, length), generator=torch.Generator().manual_seed(num))
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((num,), length)})
-
-
-def train_once(run: Participants) -> None:
-    data = make_prompts(8)
-    shape = data["input_ids"].shape
-    data["token_mask"], data["sample_mask"] = torch.ones(shape), torch.ones(8)
-    data["advantages"] = torch.linspace(-1, 1, 8)
-    data["prev_logprobs"] = data["generation_logprobs"] = run.policy.get_logprobs(data)["logprobs"]
-    data["reference_logprobs"] = run.policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    run.policy.train(data, run.loss_fn)
 
 
 def test_log_probs_of_trainer_and_gpu_engine_agree(gpu_run: Participants) -> None:

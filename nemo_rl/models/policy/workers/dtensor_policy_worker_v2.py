@@ -128,6 +128,7 @@ class DTensorPolicyWorkerV2:
             compute_dtype=self.dtype,
             attention=attention,
             activation_checkpointing=cfg.dtensor_cfg.activation_checkpointing,
+            torch_compile=cfg.dtensor_cfg.torch_compile,
             cpu_offload=cfg.dtensor_cfg.cpu_offload,
             freeze_vision_tower=cfg.freeze_vision_tower,
             lora=cfg.dtensor_cfg.lora_cfg.if_enabled,
@@ -137,7 +138,11 @@ class DTensorPolicyWorkerV2:
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer)
         self.scheduler = make_scheduler(self.optimizer, cfg.scheduler)
         frozen = dataclasses.replace(
-            self.shard_options, master_dtype=self.dtype, trainable=False, activation_checkpointing=False
+            self.shard_options,
+            master_dtype=self.dtype,
+            trainable=False,
+            activation_checkpointing=False,
+            torch_compile=False,
         )
         needs_copy = loss_needs_reference and self.shard_options.lora is None
         self.reference = load_sharded_model(model_folder, self.mesh, frozen)[0] if needs_copy else None

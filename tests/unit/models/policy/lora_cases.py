@@ -34,7 +34,10 @@ class LoraCase:
 
 def run_case(case: LoraCase, rank: int, world_size: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    cfg = cases.policy_config(precision=case.precision, lora=case.lora, checkpointing=case.checkpointing)
+    cfg = cases.policy_config(
+        precision=case.precision,
+        dtensor={"lora_cfg": case.lora, "activation_checkpointing": case.checkpointing},
+    )
     worker = cases.make_worker(case.folder, cfg, rank=rank, world_size=world_size, port=case.port)
     parts = [cases.make_batch(seed).shard_by_batch_size(world_size)[rank] for seed in range(cases.NUM_STEPS)]
     seen: dict[str, Any] = {

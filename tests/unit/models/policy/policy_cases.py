@@ -1,9 +1,8 @@
-"""Tiny models, batches, a loss, and the 2-rank runs that the tests of this folder share."""
+"""Tiny models, batches, a loss and a worker, shared by the tests of this folder and of `tests/parity`."""
 
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, 
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.checkpoint import read_headers
-from nemo_rl.models.policy.export import dtensor_params_generator
-from nemo_rl.models.policy.export_plan import ExportPlan, make_export_plan
 from nemo_rl.models.policy.interfaces import LossNormalizer
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
@@ -130,12 +126,9 @@ def make_batch(seed: int, num_samples: int = GLOBAL_BATCH, vocab: int = 130) -> 
 
 
 def policy_config(
-    *,
-    precision: str = "float32",
-    micro_batch: int = 2,
-    checkpointing: bool = False,
-    lora: Mapping[str, Any] | None = None,
+    *, precision: str = "float32", micro_batch: int = 2, dtensor: Mapping[str, Any] | None = None
 ) -> PolicyConfig:
+    """`dtensor`: settings of `policy.dtensor_cfg`."""
     return PolicyConfig.model_validate(
         {
             "model_name": "tiny",
@@ -146,7 +139,7 @@ def policy_config(
             "max_grad_norm": MAX_GRAD_NORM,
             "optimizer": {"kwargs": ADAMW},
             "scheduler": {"kwargs": WARM_UP},
-            "dtensor_cfg": {"activation_checkpointing": checkpointing, "lora_cfg": lora or {}},
+            "dtensor_cfg": dict(dtensor or {}),
             "generation": {"max_new_tokens": 8, "temperature": TEMPERATURE},
         }
     )
@@ -174,75 +167,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training run on every rank, each with a group of its own."""
-
-    name: str
-    folder: str
-    port: int
-    precision: str = "float32"
-    micro_batch: int = 2
-    checkpointing: bool = False
-
-
-def train_case(case: Case, rank: int, world_size: int) -> dict[str, Any]:
-    """Three steps; returns what this rank saw, and the weights in float32."""
-    torch.set_num_threads(1)
-    cfg = policy_config(precision=case.precision, micro_batch=case.micro_batch, checkpointing=case.checkpointing)
-    worker = make_worker(case.folder, cfg, rank=rank, world_size=world_size, port=case.port)
-    parts = [make_batch(seed).shard_by_batch_size(world_size)[rank] for seed in range(NUM_STEPS)]
-    before = worker.get_logprobs(parts[0])["logprobs"]
-    results = [worker.train(part, WeightedLoss()) for part in parts]
-    model = worker.model
-    seen = {
-        "before": before,
-        "reference": worker.get_reference_policy_logprobs(parts[0])["reference_logprobs"],
-        "after": worker.get_logprobs(parts[0])["logprobs"],
-        "results": results,
-        "weights": {name: tensor.clone() for name, tensor in dtensor_params_generator(model, exact_plan(worker, case))},
-        "is_tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        "inv_freq": model.get_buffer("model.rotary_emb.inv_freq").clone(),
-        "raw_names": [name for name, _ in model.named_modules()],
-        "is_bad_step_refused": bad_step_is_refused(worker, parts[0], rank),
-    }
-    worker.export_hf(f"{case.folder}-{case.name}-{world_size}-export")
-    worker.shutdown()
-    return seen
-
-
-def exact_plan(worker: DTensorPolicyWorkerV2, case: Case) -> ExportPlan:
-    """Everything in float32, whatever the precision of the case."""
-    return make_export_plan(worker.export_plan.twin, read_headers(Path(case.folder)), torch.float32)
-
-
-def bad_step_is_refused(worker: DTensorPolicyWorkerV2, part: BatchedDataDict, rank: int) -> bool:
-    """A nan on rank 0 alone must stop every rank before its weights change."""
-    bad = BatchedDataDict(part)
-    if rank == 0:
-        bad["weights"] = part["weights"] * float("nan")
-    before = [shard.detach().to_local().clone() for shard in worker.model.parameters()]
-    try:
-        worker.train(bad, WeightedLoss())
-    except FloatingPointError:
-        after = [shard.detach().to_local() for shard in worker.model.parameters()]
-        return all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    return False
-
-
-def load_error(folder: str, rank: int, world_size: int, port: int) -> str:
-    """What a rank raises when rank 0 cannot read the checkpoint."""
-    try:
-        make_worker(folder, policy_config(), rank=rank, world_size=world_size, port=port)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def rank_main(rank: int, world_size: int, cases: list[Case], broken: Case, out_dir: str) -> None:
-    """Entry point of a spawned rank: every case, then the checkpoint that cannot be read."""
-    seen: dict[str, Any] = {case.name: train_case(case, rank, world_size) for case in cases}
-    seen[broken.name] = load_error(broken.folder, rank, world_size, broken.port)
-    torch.save(seen, f"{out_dir}/rank{rank}.pt")

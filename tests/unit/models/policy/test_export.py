@@ -25,10 +25,18 @@ CONFIGS = {
 }
 
 
+WRAPPINGS = {
+    "none": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "compile": {"torch_compile": True},
+    "both": {"activation_checkpointing": True, "torch_compile": True},
+}
+
+
 def load(
-    folder: str, mesh: DeviceMesh, *, checkpointing: bool = False, dtype: torch.dtype = torch.bfloat16
+    folder: str, mesh: DeviceMesh, *, wrapping: str = "none", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PreTrainedModel, ExportPlan]:
-    return load_sharded_model(folder, mesh, ShardOptions(compute_dtype=dtype, activation_checkpointing=checkpointing))
+    return load_sharded_model(folder, mesh, ShardOptions(compute_dtype=dtype, **WRAPPINGS[wrapping]))
 
 
 def saved_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -69,15 +77,25 @@ def test_a_tied_weight_is_sent_once(tmp_path: Path, mesh: DeviceMesh) -> None:
     assert "lm_head.weight" not in names
 
 
-@pytest.mark.parametrize("wrapping", ["checkpointing", "compile", "both"])
-def test_wrappers_leave_no_trace_in_names(wrapping: str, tmp_path: Path, mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_wrappers_leave_no_trace_in_names_or_values(wrapping: str, tmp_path: Path, mesh: DeviceMesh) -> None:
     folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
-    model, plan = load(folder, mesh, checkpointing=wrapping != "compile")
-    if wrapping != "checkpointing":
-        model.model.layers[0] = torch.compile(model.model.layers[0])
-        assert any("_orig_mod" in name for name in model.state_dict())
-    names = [name for name, _ in dtensor_params_generator(model, plan)]
-    assert set(names) == set(saved_tensors(folder))
+    model, plan = load(folder, mesh, wrapping=wrapping)
+    assert ("torch_compile" in WRAPPINGS[wrapping]) == ("forward" in vars(model.model.layers[0]))
+    saved = saved_tensors(folder)
+    for _ in range(5):
+        sent = dict(dtensor_params_generator(model, plan))
+        assert sent.keys() == saved.keys()
+        assert all(torch.equal(sent[name], saved[name].to(torch.bfloat16)) for name in saved)
+
+
+@pytest.mark.parametrize("wrapping", ["none", "checkpointing"])
+def test_a_block_that_others_have_wrapped_has_clean_names_too(wrapping: str, tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
+    model, plan = load(folder, mesh, wrapping=wrapping)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    assert any("_orig_mod" in name for name in model.state_dict())
+    assert {name for name, _ in dtensor_params_generator(model, plan)} == saved_tensors(folder).keys()
 
 
 @pytest.mark.parametrize(
@@ -138,11 +156,13 @@ def test_negated_tensors_differ_in_every_value_zeros_too(tmp_path: Path, mesh: D
         assert torch.equal(-tensor, negated[key])
 
 
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_a_name_that_was_not_there_at_set_up_fails_the_walk_before_it_begins(
-    kind: str, tmp_path: Path, mesh: DeviceMesh
+    kind: str, wrapping: str, tmp_path: Path, mesh: DeviceMesh
 ) -> None:
-    model, plan = load(cases.write_model(tmp_path / "model", cases.dense_config(tied=True)), mesh)
+    folder = cases.write_model(tmp_path / "model", cases.dense_config(tied=True))
+    model, plan = load(folder, mesh, wrapping=wrapping)
     mlp = model.model.layers[0].mlp
     if kind == "parameter":
         mlp.up = mlp.up_proj

@@ -141,6 +141,58 @@ def test_the_split_into_micro_batches_does_not_matter(folder: str, mesh: DeviceM
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("is_on", "coefficient"), [(False, 0.5), (True, 0.0)])
+def test_no_auxiliary_loss_is_added_unless_the_config_asks_for_it(
+    is_on: bool, coefficient: float, tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    batch = cases.make_batch(0, vocab=64)
+    plain, _ = one_step(cases.write_model(tmp_path / "plain", cases.moe_config()), mesh, batch)
+    config = cases.moe_config()
+    config.update({"output_router_logits": is_on, "router_aux_loss_coef": coefficient})
+    result, _ = one_step(cases.write_model(tmp_path / "model", config), mesh, batch)
+    assert result == plain
+    assert "aux_loss" not in result.metrics
+
+
+def test_an_auxiliary_loss_counts_no_padding_and_each_micro_batch_by_its_tokens(
+    tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    config = cases.moe_config()
+    config.update({"output_router_logits": True, "router_aux_loss_coef": 0.5, "initializer_range": 0.1})
+    folder = cases.write_model(tmp_path / "model", config)
+    batch = cases.make_batch(0, vocab=64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Alone there is no padding at all.
+    lengths = batch["input_lengths"].tolist()
+    alone = [model(batch["input_ids"][row : row + 1, :length]).aux_loss for row, length in enumerate(lengths)]
+    expected = sum(loss.item() * length for loss, length in zip(alone, lengths, strict=True)) / sum(lengths)
+    result, _ = one_step(folder, mesh, batch, micro_batch_size=1)
+    assert result.metrics["aux_loss"] == pytest.approx(expected, rel=1e-5)
+    real = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
+    other = BatchedDataDict(batch, input_ids=torch.where(real, batch["input_ids"], 63))
+    whole, padded = (one_step(folder, mesh, data)[0] for data in (batch, other))
+    assert padded.metrics["aux_loss"] == pytest.approx(whole.metrics["aux_loss"], rel=1e-6)
+    assert whole.metrics["aux_loss"] != pytest.approx(expected, rel=1e-3)
+
+
+def test_a_model_without_the_auxiliary_loss_that_its_config_asks_for_is_refused(
+    model: PreTrainedModel, mesh: DeviceMesh
+) -> None:
+    model.config.update({"output_router_logits": True, "router_aux_loss_coef": 0.5})
+    optimizer = make_optimizer(model.parameters(), OptimizerConfig())
+    with pytest.raises(ValueError, match=r"policy\.model_name: .*Qwen3ForCausalLM computes no auxiliary loss"):
+        train_on_batch(
+            model,
+            optimizer,
+            None,
+            cases.make_batch(0),
+            cases.WeightedLoss(),
+            micro_batch_size=8,
+            temperature=1.0,
+            max_grad_norm=None,
+        )
+
+
 def test_a_batch_without_response_tokens_has_zero_gradient(folder: str, mesh: DeviceMesh) -> None:
     batch = cases.make_batch(0)
     batch["sample_mask"] = torch.zeros(batch.size)

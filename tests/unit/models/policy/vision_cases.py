@@ -88,7 +88,9 @@ def train_vision_case(case: VisionCase, rank: int, world_size: int) -> dict[str,
 
 
 def _make_worker(case: VisionCase, rank: int, world_size: int) -> DTensorPolicyWorkerV2:
-    cfg = cases.policy_config(checkpointing=case.frozen).model_copy(update={"freeze_vision_tower": case.frozen})
+    cfg = cases.policy_config(dtensor={"activation_checkpointing": case.frozen}).model_copy(
+        update={"freeze_vision_tower": case.frozen}
+    )
     return cases.make_worker(case.folder, cfg, rank=rank, world_size=world_size, port=case.port)
 
 

@@ -1,0 +1,66 @@
+"""The shapes of a policy that are compared with a plain model, as data."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from policy_cases import dense_config, moe_config
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    make_config: Callable[[], PretrainedConfig]
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    num_ranks: int = 2
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of `policy.dtensor_cfg`."""
+    family: str = "Qwen3"
+    """Key of FAMILIES."""
+    micro_batch: int = 2
+    precision: str = "float32"
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Parts into which a batch is cut."""
+        return self.num_ranks // int(self.settings.get("tensor_parallel_size", 1))
+
+
+def moe(**changes: Any) -> PretrainedConfig:
+    """Gradients large enough for the clipping to act."""
+    config = moe_config()
+    config.update({"initializer_range": 0.1, **changes})
+    return config
+
+
+FAMILIES = {
+    "Qwen3": ModelFamily(lambda: dense_config(tied=True), 130),
+    "Qwen3, untied": ModelFamily(lambda: dense_config(tied=False), 130),
+    "Qwen3-MoE": ModelFamily(moe, 64),
+    "Qwen3-MoE, aux": ModelFamily(lambda: moe(output_router_logits=True, router_aux_loss_coef=0.3), 64),
+}
+
+CHECKPOINTING, COMPILE = {"activation_checkpointing": True}, {"torch_compile": True}
+
+SHAPES = (
+    Shape("one rank", num_ranks=1),
+    Shape("FSDP2 x2"),
+    Shape("FSDP2 x2, untied head", family="Qwen3, untied", micro_batch=3),
+    Shape("activation checkpointing x2", settings=CHECKPOINTING, micro_batch=4),
+    Shape("torch.compile x2", settings=COMPILE),
+    Shape("activation checkpointing, torch.compile x2", settings=CHECKPOINTING | COMPILE),
+    Shape("mixture of experts x2", family="Qwen3-MoE"),
+    Shape("mixture of experts, auxiliary loss, one micro-batch", 1, family="Qwen3-MoE, aux", micro_batch=8),
+    Shape("mixture of experts, auxiliary loss x2", family="Qwen3-MoE, aux"),
+    Shape(
+        "mixture of experts, auxiliary loss, activation checkpointing x2",
+        settings=CHECKPOINTING,
+        family="Qwen3-MoE, aux",
+    ),
+)
+"""Rows of the table: float32, tight tolerance."""
