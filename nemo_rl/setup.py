@@ -67,7 +67,9 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
     model_folder = resolve_model(config.policy.model_name)
     vocab_size = check_model(model_folder)
-    check_checkpoint(model_folder, PRECISION_DTYPES[config.policy.precision])
+    check_checkpoint(
+        model_folder, PRECISION_DTYPES[config.policy.precision], config.policy.dtensor_cfg.tensor_parallel_size
+    )
     tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
     encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template)
     pad_token_id = int(tokenizer.pad_token_id)

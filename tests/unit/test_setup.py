@@ -26,7 +26,7 @@ UNSUPPORTED = [
     f"{SERVER}.pp_size=2",
     "policy.generation.sglang_cfg.quantization.scheme=fp8",
     "policy.generation.top_p=0.9",
-    "policy.dtensor_cfg.tensor_parallel_size=2",
+    "policy.dtensor_cfg.context_parallel_size=2",
 ]
 
 
@@ -62,6 +62,10 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
         (["policy.model_name=/no/such/folder"], "policy.model_name: "),
         (["policy.tokenizer.chat_template='{{ nothing }}'"], "policy.tokenizer.chat_template: "),
         (["checkpointing.checkpoint_dir=/proc/model"], "checkpointing.checkpoint_dir: got '/proc/model'; "),
+        (
+            ["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=5"],
+            "policy.dtensor_cfg.tensor_parallel_size: got 4; must divide what Qwen3ForCausalLM has: num_key_value_heads = 2",
+        ),
         (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (
             ["data.dataset_name=ResponseDataset", "data.train_data_path=/no/file", "data.val_data_path=/no/file"],

@@ -121,7 +121,8 @@ UNSUPPORTED = [
     ),
     bad(f"{GENERATION}.top_p", "0.9", "got 0.9; not supported (the trainer's log-probs are those of the whole"),
     bad(f"{GENERATION}.top_k", "5", "got 5; not supported (the trainer's log-probs are those of the whole vocabulary"),
-    bad(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 alone)"),
+    bad(f"{DTENSOR}.context_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 and tensor"),
+    bad(f"{DTENSOR}.sequence_parallel", "true", "got true; not supported (activations are whole on every"),
     bad("policy.megatron_cfg.enabled", "true", "got true; not supported (the Megatron policy is not part of this"),
     together([f"{DTENSOR}._v2=false"], f"{DTENSOR}._v2", "got false; not supported (the DTensor v1 worker cannot"),
 ]
@@ -160,7 +161,13 @@ SLOTS = [
 
 CONTRADICTIONS = [
     bad("policy.train_global_batch_size", "192", "got 192; must divide grpo.num_prompts_per_step x"),
-    bad("policy.train_global_batch_size", "1", "got 1; must be a multiple of the 2 trainer ranks"),
+    bad("policy.train_global_batch_size", "1", "got 1; must be a multiple of the 2 data-parallel ranks"),
+    bad(f"{DTENSOR}.tensor_parallel_size", "3", "got 3; must divide the 2 trainer ranks"),
+    together(
+        [f"{DTENSOR}.tensor_parallel_size=2", "policy.train_micro_batch_size=7"],
+        "policy.train_micro_batch_size",
+        "got 7; must divide 128, the samples of one data-parallel rank",
+    ),
     bad("policy.train_micro_batch_size", "5", "got 5; must divide 64"),
     bad(f"{GENERATION}.max_new_tokens", "4096", "got 4096; must be below policy.max_total_sequence_length = 128"),
     bad(f"{SERVER}.weight_update_backend", "nccl", f"got 'nccl'; needs CUDA, and cluster.device is cpu; set {SERVER}"),

@@ -119,7 +119,9 @@ def make_batch(seed: int, num_samples: int = GLOBAL_BATCH, vocab: int = 130) -> 
     )
 
 
-def policy_config(*, precision: str = "float32", micro_batch: int = 2, checkpointing: bool = False) -> PolicyConfig:
+def policy_config(
+    *, precision: str = "float32", micro_batch: int = 2, checkpointing: bool = False, tensor_parallel: int = 1
+) -> PolicyConfig:
     return PolicyConfig.model_validate(
         {
             "model_name": "tiny",
@@ -130,7 +132,7 @@ def policy_config(*, precision: str = "float32", micro_batch: int = 2, checkpoin
             "max_grad_norm": MAX_GRAD_NORM,
             "optimizer": {"kwargs": ADAMW},
             "scheduler": {"kwargs": WARM_UP},
-            "dtensor_cfg": {"activation_checkpointing": checkpointing},
+            "dtensor_cfg": {"activation_checkpointing": checkpointing, "tensor_parallel_size": tensor_parallel},
             "generation": {"max_new_tokens": 8, "temperature": TEMPERATURE},
         }
     )
