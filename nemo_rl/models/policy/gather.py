@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.policy.shards import block_of, first_copies
+from nemo_rl.models.policy.shards import block_of, first_copies, is_first_copy
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,6 @@ class Gather:
 
     def own(self) -> torch.Tensor:
         return self.value.to_local() if isinstance(self.value, DTensor) else self.value
-
-    def is_sent_by(self, rank: int) -> bool:
-        return isinstance(self.value, DTensor) and any(rank == sender for sender, _ in first_copies(self.value))
 
 
 def gather_to_rank0(gathers: Sequence[Gather], message_bytes: int, device: torch.device) -> None:
@@ -73,8 +70,7 @@ def _gather_message(gathers: list[Gather], device: torch.device) -> None:
     if gathers[0].into is not None:
         _receive(gathers, device)
         return
-    rank = dist.get_rank()
-    sent = [gather for gather in gathers if gather.is_sent_by(rank)]
+    sent = [gather for gather in gathers if isinstance(gather.value, DTensor) and is_first_copy(gather.value)]
     own = [gather.own() for gather in sent]
     if any(block.numel() for block in own):
         message, parts = _make_message(own, [gather.dtype for gather in sent], device)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
@@ -68,6 +69,11 @@ def first_copies(shard: DTensor) -> Iterator[tuple[int, tuple[int, ...]]]:
             ]
             if not any(copied):
                 yield rank, coordinate
+
+
+def is_first_copy(shard: DTensor) -> bool:
+    """Whether this rank is in `first_copies`: over all ranks, they hold every element once."""
+    return any(rank == dist.get_rank() for rank, _ in first_copies(shard))
 
 
 def _check_placements(shard: DTensor) -> None:

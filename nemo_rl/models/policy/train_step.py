@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
@@ -18,7 +17,7 @@ from nemo_rl.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import LossFunction, LossNormalizer, TrainResult
 from nemo_rl.models.policy.parallelize import compute_device, fsdp_modules, reshard
-from nemo_rl.models.policy.shards import TP_AXIS
+from nemo_rl.models.policy.shards import TP_AXIS, is_first_copy
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits that are held in float32 at a time."""
@@ -94,9 +93,10 @@ class _GatheredLogSoftmax(torch.autograd.Function):
 def _join(log_norm: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """`[n]` each: log of the sum over all parts of the vocabulary, and the logit that one part has and others have as 0."""
     own = torch.stack([log_norm, chosen])
-    parts = own.new_empty(dist.get_world_size(group), *own.shape)
-    dist.all_gather_into_tensor(parts, own, group=group)
-    return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    norms, logits = torch.stack(parts, dim=1)
+    return norms.logsumexp(0), logits.sum(0)
 
 
 def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
@@ -285,20 +285,17 @@ def _sum_over_ranks(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale gradients to a total L2 norm of at most `max_norm`; returns the norm before, over all ranks.
+    """Scale gradients to a total L2 norm of at most `max_norm`; returns the norm before, over all ranks. Collective.
 
-    What tensor parallelism leaves whole is on a mesh of its own, and counts once.
+    Of what tensor-parallel ranks hold alike, one copy counts.
     """
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [nn.utils.get_total_norm([one.grad for one in held if one.grad is not None]) for held in by_mesh.values()]
-    total = torch.linalg.vector_norm(
-        torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
-    )
+    grads = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    counted = [grad.to_local() for grad in grads if is_first_copy(grad)]
+    square = nn.utils.get_total_norm(counted).double().square()
+    if grads:
+        square = square.to(grads[0].to_local().device)
+    dist.all_reduce(square)
+    total = square.sqrt().float()
     if max_norm is not None and torch.isfinite(total):
-        for held in by_mesh.values():
-            nn.utils.clip_grads_with_norm_(held, max_norm, total)
+        torch._foreach_mul_([grad.to_local() for grad in grads], (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total

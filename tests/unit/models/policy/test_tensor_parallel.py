@@ -77,12 +77,13 @@ class Run:
     folder: str
     world_size: int
     port: int
+    checkpointing: bool = False
 
 
 def train_run(run: Run, rank: int) -> dict[str, Any]:
     """Streams before training, three steps, streams afterwards."""
     torch.set_num_threads(1)
-    cfg = cases.policy_config(tensor_parallel=2, micro_batch=2)
+    cfg = cases.policy_config(tensor_parallel=2, micro_batch=2, checkpointing=run.checkpointing)
     worker = cases.make_worker(run.folder, cfg, rank=rank, world_size=run.world_size, port=run.port)
     num_shards = run.world_size // 2
     parts = [cases.make_batch(seed).shard_by_batch_size(num_shards)[rank // 2] for seed in range(cases.NUM_STEPS)]
@@ -136,7 +137,7 @@ def runs(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
     out = tmp_path_factory.mktemp("ranks")
 
     def make(world_size: int, *names: str) -> list[Run]:
-        return [Run(name, folders[name], world_size, cases.free_port()) for name in names]
+        return [Run(name, folders[name], world_size, cases.free_port(), world_size == 4) for name in names]
 
     of_pairs = (make(2, "llama_tied", "qwen3_moe"), make(2, "llama_untied", "qwen3_tied"))
     of_four = make(4, "llama_tied", "qwen3_tied", "qwen3_moe")
