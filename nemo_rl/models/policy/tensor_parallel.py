@@ -101,7 +101,7 @@ def make_plan(model: PreTrainedModel) -> dict[str, str]:
     plan = dict(model.tp_plan)
     names = {module: name for name, module in model.named_modules()}
     head, embedding = names[model.get_output_embeddings()], names[model.get_input_embeddings()]
-    is_tied = f"{head}.weight" in model.all_tied_weights_keys
+    is_tied = {f"{head}.weight", f"{embedding}.weight"} in [set(pair) for pair in model.all_tied_weights_keys.items()]
     if head in plan or (is_tied and embedding in plan):
         plan[head] = "colwise"
         if is_tied:
