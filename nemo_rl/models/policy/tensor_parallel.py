@@ -150,7 +150,7 @@ def _divided(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, int]:
     for generic, style, _, leaf, parameter in _planned(model, plan):
         placement = _placement(leaf, parameter, style)
         if isinstance(placement, _StridedShard):
-            sizes[generic] = int(parameter.shape[placement.dim]) // placement.split_factor
+            sizes[generic] = int(parameter.shape[placement.dim] // placement.split_factor)
         elif isinstance(placement, Shard):
             sizes[generic] = int(parameter.shape[placement.dim])
     return sizes
