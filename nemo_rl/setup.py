@@ -76,7 +76,10 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     model_folder = resolve_model(config.policy.model_name)
     vocab_size = check_model(model_folder)
     check_checkpoint(
-        model_folder, PRECISION_DTYPES[config.policy.precision], config.policy.dtensor_cfg.lora_cfg.if_enabled
+        model_folder,
+        PRECISION_DTYPES[config.policy.precision],
+        lora=config.policy.dtensor_cfg.lora_cfg.if_enabled,
+        tensor_parallel_size=config.policy.dtensor_cfg.tensor_parallel_size,
     )
     if config.policy.freeze_vision_tower:
         check_vision_tower(model_folder)

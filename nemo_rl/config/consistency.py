@@ -60,13 +60,23 @@ def _step_lines(config: MasterConfig) -> Iterator[str]:
 
 def _rank_lines(config: MasterConfig, ranks: int) -> Iterator[str]:
     policy, size = config.policy, config.policy.train_global_batch_size
-    if size % ranks:
-        yield refusal("policy.train_global_batch_size", size, f"must be a multiple of the {ranks} trainer ranks")
-    elif (size // ranks) % policy.train_micro_batch_size:
+    tensor_parallel = policy.dtensor_cfg.tensor_parallel_size
+    if ranks % tensor_parallel:
+        key = "policy.dtensor_cfg.tensor_parallel_size"
+        yield refusal(key, tensor_parallel, f"must divide the {ranks} trainer ranks")
+        return
+    if tensor_parallel > 1 and policy.dtensor_cfg.torch_compile:
+        key = "policy.dtensor_cfg.torch_compile"
+        yield refusal(key, True, f"not supported with tensor_parallel_size {tensor_parallel}; set {key}=false")
+    shards = ranks // tensor_parallel
+    if size % shards:
+        yield refusal("policy.train_global_batch_size", size, f"must be a multiple of the {shards} data-parallel ranks")
+    elif (size // shards) % policy.train_micro_batch_size:
         yield refusal(
             "policy.train_micro_batch_size",
             policy.train_micro_batch_size,
-            f"must divide {size // ranks}, the samples of one rank (policy.train_global_batch_size / {ranks} ranks)",
+            f"must divide {size // shards}, the samples of one data-parallel rank (policy.train_global_batch_size / "
+            f"{shards})",
         )
 
 

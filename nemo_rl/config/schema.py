@@ -100,7 +100,7 @@ class DTensorConfig(Section):
     v2: bool = Field(default=True, alias="_v2")
     """The second worker; the first is not supported."""
     tensor_parallel_size: PositiveInt = 1
-    """Ranks that share each matrix."""
+    """Ranks that share each matrix, by the plan of transformers for the model; divides the trainer ranks."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     sequence_parallel: bool = False

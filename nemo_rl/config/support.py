@@ -96,9 +96,8 @@ LIMITS = (
     Limit("policy.generation.sglang_cfg.quantization.scheme", ("bf16",), "the policy's weights are sent as they are"),
     Limit("policy.generation.top_p", (1.0,), "the trainer's log-probs are those of the whole vocabulary"),
     Limit("policy.generation.top_k", (None,), "the trainer's log-probs are those of the whole vocabulary"),
-    Limit("policy.dtensor_cfg.tensor_parallel_size", (1,), "the policy is sharded by FSDP2 alone"),
-    Limit("policy.dtensor_cfg.context_parallel_size", (1,), "the policy is sharded by FSDP2 alone"),
-    Limit("policy.dtensor_cfg.sequence_parallel", (False,), "it goes with tensor parallelism"),
+    Limit("policy.dtensor_cfg.context_parallel_size", (1,), "the policy is sharded by FSDP2 and tensor parallelism"),
+    Limit("policy.dtensor_cfg.sequence_parallel", (False,), "activations are whole on every tensor-parallel rank"),
 )
 
 

@@ -11,6 +11,7 @@ import policy_cases as cases
 import torch
 from plain import make_batch
 from shapes import Shape
+from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.checkpoint import read_headers
@@ -53,6 +54,10 @@ class Seen:
     is_tied: bool
     inv_freq: torch.Tensor
     module_names: list[str]
+    replicas: dict[str, torch.Tensor]
+    """This rank's part of the parameters that are not divided between ranks that share matrices."""
+    num_divided: int
+    """Those that are."""
     is_bad_step_refused: bool
 
     @property
@@ -88,11 +93,22 @@ def _train_run(run: Run, rank: int) -> Seen:
         is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         inv_freq=model.get_buffer("model.rotary_emb.inv_freq").clone(),
         module_names=[name for name, _ in model.named_modules()],
+        replicas={
+            name: shard.to_local().detach().clone()
+            for name, shard in model.named_parameters()
+            if isinstance(shard, DTensor) and not is_divided(shard)
+        },
+        num_divided=sum(isinstance(shard, DTensor) and is_divided(shard) for shard in model.parameters()),
         is_bad_step_refused=bad_step_is_refused(worker, parts[0], rank),
     )
     worker.export_hf(run.export_folder)
     worker.shutdown()
     return seen
+
+
+def is_divided(shard: DTensor) -> bool:
+    """Between ranks that share matrices."""
+    return shard.device_mesh.ndim == 2 and not shard.placements[1].is_replicate()
 
 
 def data_rank(shape: Shape, rank: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policy_cases import dense_config, moe_config
+from policy_cases import dense_config, five_experts_config, llama_config, moe_config
 from transformers import PretrainedConfig
 
 
@@ -41,11 +41,15 @@ def moe(**changes: Any) -> PretrainedConfig:
 FAMILIES = {
     "Qwen3": ModelFamily(lambda: dense_config(tied=True), 130),
     "Qwen3, untied": ModelFamily(lambda: dense_config(tied=False), 130),
+    "Llama": ModelFamily(lambda: llama_config(tied=True), 130),
+    "Llama, untied": ModelFamily(lambda: llama_config(tied=False), 130),
     "Qwen3-MoE": ModelFamily(moe, 64),
+    "Qwen3-MoE, five experts": ModelFamily(five_experts_config, 130),
     "Qwen3-MoE, aux": ModelFamily(lambda: moe(output_router_logits=True, router_aux_loss_coef=0.3), 64),
 }
 
 CHECKPOINTING, COMPILE = {"activation_checkpointing": True}, {"torch_compile": True}
+PAIRS = {"tensor_parallel_size": 2}
 
 SHAPES = (
     Shape("one rank", num_ranks=1),
@@ -62,5 +66,11 @@ SHAPES = (
         settings=CHECKPOINTING,
         family="Qwen3-MoE, aux",
     ),
+    Shape("TP 2", settings=PAIRS, family="Llama"),
+    Shape("TP 2, untied head", settings=PAIRS, family="Llama, untied"),
+    Shape("TP 2, norms of heads", settings=PAIRS),
+    Shape("TP 2, mixture of experts", settings=PAIRS, family="Qwen3-MoE, five experts"),
+    Shape("FSDP2 x2, TP 2, activation checkpointing", 4, settings=PAIRS | CHECKPOINTING, family="Llama"),
+    Shape("FSDP2 x2, TP 2, mixture of experts", 4, settings=PAIRS, family="Qwen3-MoE, five experts"),
 )
 """Rows of the table: float32, tight tolerance."""

@@ -20,6 +20,7 @@ UNTIED = Shape("untied head, one rank", 1, family="Qwen3, untied", micro_batch=3
 BOTH = "activation checkpointing, torch.compile x2"
 CI_SHAPES = [shape for shape in SHAPES if shape.name != "torch.compile x2"]
 RUN_SHAPES = {shape.name: shape for shape in (*CI_SHAPES, UNTIED, *BF16)}
+SHARED = [name for name, shape in RUN_SHAPES.items() if shape.num_data_ranks < shape.num_ranks]
 EXACT = [name for name, shape in RUN_SHAPES.items() if shape.precision == "float32"]
 
 
@@ -38,18 +39,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
-    """Per rank; one spawn serves every test of the file. `broken` has the error of a checkpoint that is not there."""
+def spawned(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Seen]]]:
+    """By number of ranks and rank; one spawn each serves every test of the file. `broken`: the error of a checkpoint that
+    is not there.
+    """
     out = tmp_path_factory.mktemp("ranks")
     broken = Run(Shape("broken"), str(out / "nothing_here"), cases.free_port())
-    return spawn([run for run in runs.values() if run.shape.num_ranks == 2], out, broken)
+    return {
+        count: spawn(
+            [run for run in runs.values() if run.shape.num_ranks == count],
+            out / f"x{count}",
+            broken if count == 2 else None,
+        )
+        for count in (2, 4)
+    }
 
 
 @pytest.fixture(scope="module")
-def seen(runs: dict[str, Run], two_ranks: list[dict[str, Seen]]) -> dict[str, list[Seen]]:
+def seen(runs: dict[str, Run], spawned: dict[int, list[dict[str, Seen]]]) -> dict[str, list[Seen]]:
     """Name of the shape -> what each of its ranks saw."""
     one = {name: [train_run(run, 0)] for name, run in runs.items() if run.shape.num_ranks == 1}
-    return one | {name: [rank[name] for rank in two_ranks] for name in runs if name not in one}
+    return one | {
+        name: [rank[name] for rank in spawned[run.shape.num_ranks]] for name, run in runs.items() if name not in one
+    }
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +94,24 @@ def test_three_steps_in_bf16_are_near_the_plain_model(
     assert max(off[key] / moved[key] for key in weights) < 0.25
 
 
-@pytest.mark.parametrize("name", [name for name, shape in RUN_SHAPES.items() if shape.num_ranks == 2])
+@pytest.mark.parametrize("name", [name for name, shape in RUN_SHAPES.items() if shape.num_ranks > 1])
 def test_ranks_agree_exactly(name: str, seen: dict[str, list[Seen]]) -> None:
-    first, second = seen[name]
-    assert first.results == second.results
-    assert list(first.weights) == list(second.weights)
-    for key, tensor in second.weights.items():
-        assert tensor.is_meta, "only rank 0 gathers"
-        assert (tensor.shape, tensor.dtype) == (first.weights[key].shape, first.weights[key].dtype)
+    first, *others = seen[name]
+    for other in others:
+        assert first.results == other.results
+        assert list(first.weights) == list(other.weights)
+        for key, tensor in other.weights.items():
+            assert tensor.is_meta, "only rank 0 gathers"
+            assert (tensor.shape, tensor.dtype) == (first.weights[key].shape, first.weights[key].dtype)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_matrices_keep_equal_copies_of_the_rest(name: str, seen: dict[str, list[Seen]]) -> None:
+    for first, second in zip(seen[name][::2], seen[name][1::2], strict=True):
+        assert first.num_divided == second.num_divided > 10
+        assert any(key.endswith("norm.weight") for key in first.replicas)
+        assert first.replicas.keys() == second.replicas.keys()
+        assert all(torch.equal(first.replicas[key], second.replicas[key]) for key in first.replicas)
 
 
 def test_the_mean_logprob_is_that_of_the_global_batch(seen: dict[str, list[Seen]]) -> None:
@@ -107,7 +129,7 @@ def test_the_auxiliary_loss_is_reported_where_the_model_has_it(seen: dict[str, l
 
 def test_the_tie_survives_sharding_and_training(seen: dict[str, list[Seen]]) -> None:
     for name, shape in RUN_SHAPES.items():
-        is_tied = shape.family == "Qwen3"
+        is_tied = shape.family in ("Qwen3", "Llama")
         for rank in seen[name]:
             assert rank.is_tied == is_tied
             assert ("lm_head.weight" in rank.weights) != is_tied
@@ -138,8 +160,8 @@ def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(name: st
     assert all(rank.is_bad_step_refused for rank in seen[name])
 
 
-def test_an_unreadable_checkpoint_raises_on_every_rank(two_ranks: list[dict[str, Seen]]) -> None:
-    for rank in two_ranks:
+def test_an_unreadable_checkpoint_raises_on_every_rank(spawned: dict[int, list[dict[str, Seen]]]) -> None:
+    for rank in spawned[2]:
         assert "policy.model_name: cannot load" in rank["broken"]
         assert "nothing_here" in rank["broken"]
 

@@ -27,7 +27,7 @@ UNSUPPORTED = [
     f"{SERVER}.pp_size=2",
     "policy.generation.sglang_cfg.quantization.scheme=fp8",
     "policy.generation.top_p=0.9",
-    "policy.dtensor_cfg.tensor_parallel_size=2",
+    "policy.dtensor_cfg.context_parallel_size=2",
 ]
 
 
@@ -71,6 +71,10 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
         (
             [f"{LORA}.enabled=true", f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,qkv]"],
             f"{LORA}.target_modules: got 'qkv', which no linear layer is called; allowed: down_proj, gate_proj, ",
+        ),
+        (
+            ["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=5"],
+            "policy.dtensor_cfg.tensor_parallel_size: got 4; must divide what Qwen3ForCausalLM has: num_key_value_heads = 2",
         ),
         (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (

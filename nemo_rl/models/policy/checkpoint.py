@@ -17,6 +17,7 @@ from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.conversions import group_tensors
 from nemo_rl.models.policy.export_plan import Headers, make_export_plan
 from nemo_rl.models.policy.lora import add_adapters
+from nemo_rl.models.policy.tensor_parallel import check_tensor_parallel
 
 _KEY = "policy.model_name"
 _SINGLE = "model.safetensors"
@@ -62,18 +63,22 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(chosen)]
 
 
-def check_checkpoint(folder: Path, dtype: torch.dtype, lora: LoRAConfig | None = None) -> None:
+def check_checkpoint(
+    folder: Path, dtype: torch.dtype, *, lora: LoRAConfig | None = None, tensor_parallel_size: int = 1
+) -> None:
     """Do on meta, in a second and without reading weights, what the trainer ranks will do with the folder.
 
     Raises:
         ValueError: weights that are absent or do not fit, or that could not be sent as the folder has them; adapters that
-            the model has no place for; by name.
+            the model has no place for; by name. Or a model that so many ranks cannot share.
     """
     headers = read_headers(folder)
     model, info = _load_on_meta(folder, dtype)
     check_loaded(folder, info)
     check_ties(folder, model, headers)
     make_export_plan(model, headers, dtype)
+    if tensor_parallel_size > 1:
+        check_tensor_parallel(model, tensor_parallel_size)
     if lora is not None:
         add_adapters(model, lora)
 

@@ -1,7 +1,7 @@
-"""Row shards of all trainer ranks -> whole tensors on rank 0, many tensors in one message.
+"""Shards of all trainer ranks -> whole tensors on rank 0, many tensors in one message.
 
-Other ranks never hold a whole tensor. A message goes to the place where its rows belong if it holds one tensor; several
-small ones share a message and are copied from there.
+Other ranks never hold a whole tensor. Each sends its blocks of several tensors in one message, from which rank 0 copies
+them to where they belong. The block of a tensor that has a message of its own is received there, if that is contiguous.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from nemo_rl.models.policy.shards import block_of, first_copies, is_first_copy
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,15 @@ class Gather:
     def num_bytes(self) -> int:
         return self.value.numel() * self.dtype.itemsize
 
-    @property
-    def is_in_rows(self) -> bool:
-        """Whether rank r holds the r-th part of the rows and nothing else."""
-        value = self.value
-        return isinstance(value, DTensor) and value.device_mesh.ndim == 1 and value.placements == (Shard(0),)
+    def places(self) -> dict[int, torch.Tensor]:
+        """On rank 0: for every rank that sends, and for rank 0 itself, the view of `into` that its block goes to."""
+        assert self.into is not None, "rank 0 needs a place for every tensor"
+        if not isinstance(self.value, DTensor):
+            return {0: self.into}
+        return {rank: block_of(self.into, self.value, at) for rank, at in first_copies(self.value)}
 
-    def rows(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """First row of a rank and the first beyond; as torch.chunk deals them out."""
-        num_rows = self.value.shape[0]
-        each = -(-num_rows // num_ranks)
-        return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
-
-    def part_bytes(self, rank: int, num_ranks: int) -> int:
-        start, end = self.rows(rank, num_ranks)
-        return self.num_bytes // max(1, self.value.shape[0]) * (end - start)
+    def own(self) -> torch.Tensor:
+        return self.value.to_local() if isinstance(self.value, DTensor) else self.value
 
 
 def gather_to_rank0(gathers: Sequence[Gather], message_bytes: int, device: torch.device) -> None:
@@ -52,22 +48,14 @@ def gather_to_rank0(gathers: Sequence[Gather], message_bytes: int, device: torch
         device: where the bytes travel; shards that were offloaded are copied there.
     """
     for together in _messages(gathers, message_bytes):
-        first = together[0]
-        if first.is_in_rows:
-            _gather_rows(together, device)
-        else:
-            value = first.value.to(first.dtype)
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if first.into is not None:
-                first.into.copy_(whole)
+        _gather_message(together, device)
 
 
 def _messages(gathers: Sequence[Gather], message_bytes: int) -> Iterator[list[Gather]]:
     message: list[Gather] = []
     num_bytes = 0
     for gather in gathers:
-        fits = num_bytes + gather.num_bytes <= message_bytes
-        if message and not (fits and gather.is_in_rows and message[0].is_in_rows):
+        if message and num_bytes + gather.num_bytes > message_bytes:
             yield message
             message, num_bytes = [], 0
         message.append(gather)
@@ -76,65 +64,50 @@ def _messages(gathers: Sequence[Gather], message_bytes: int) -> Iterator[list[Ga
         yield message
 
 
-def _gather_rows(gathers: list[Gather], device: torch.device) -> None:
-    mesh = gathers[0].value.device_mesh  # type: ignore[attr-defined]
-    group = mesh.get_group()
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+def _gather_message(gathers: list[Gather], device: torch.device) -> None:
     # Wider dtypes first, so that each offset divides by the item size.
     gathers = sorted(gathers, key=lambda gather: -gather.dtype.itemsize)
-    own = [gather.value.to_local() for gather in gathers]  # type: ignore[attr-defined]
-    if rank == 0:
-        _receive(gathers, own, group, num_ranks, device)
-    elif num_bytes := sum(gather.part_bytes(rank, num_ranks) for gather in gathers):
-        message = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        _copy_all(_parts(message, gathers, rank, num_ranks), own)
-        _exchange([dist.P2POp(dist.isend, message, group=group, group_peer=0)])
+    if gathers[0].into is not None:
+        _receive(gathers, device)
+        return
+    sent = [gather for gather in gathers if isinstance(gather.value, DTensor) and is_first_copy(gather.value)]
+    own = [gather.own() for gather in sent]
+    if any(block.numel() for block in own):
+        message, parts = _make_message(own, [gather.dtype for gather in sent], device)
+        _copy_all(parts, own)
+        for work in _start([dist.P2POp(dist.isend, message, 0)]):
+            work.wait()
 
 
-def _receive(
-    gathers: list[Gather],
-    own: list[torch.Tensor],
-    group: dist.ProcessGroup,
-    num_ranks: int,
-    device: torch.device,
-) -> None:
-    places = {rank: _places(gathers, rank, num_ranks) for rank in range(num_ranks)}
+def _receive(gathers: list[Gather], device: torch.device) -> None:
+    places = [gather.places() for gather in gathers]
     messages: dict[int, torch.Tensor] = {}
-    for rank in range(1, num_ranks):
-        num_bytes = sum(gather.part_bytes(rank, num_ranks) for gather in gathers)
-        if num_bytes and len(gathers) == 1:
-            messages[rank] = places[rank][0].flatten().view(torch.uint8)
-        elif num_bytes:
-            messages[rank] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    works = _start([dist.P2POp(dist.irecv, message, group=group, group_peer=r) for r, message in messages.items()])
-    _copy_all(places[0], own)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rank in sorted({rank for of_tensor in places for rank in of_tensor} - {0}):
+        blocks = [of_tensor[rank] for of_tensor in places if rank in of_tensor]
+        if not any(block.numel() for block in blocks):
+            continue
+        if len(blocks) == 1 and blocks[0].is_contiguous():
+            messages[rank] = blocks[0].flatten().view(torch.uint8)
+        else:
+            messages[rank], parts = _make_message(blocks, [block.dtype for block in blocks], device)
+            copies += zip(blocks, parts, strict=True)
+    works = _start([dist.P2POp(dist.irecv, message, rank) for rank, message in messages.items()])
+    own = [gather.own().reshape(of_tensor[0].shape) for gather, of_tensor in zip(gathers, places, strict=True)]
+    _copy_all([of_tensor[0] for of_tensor in places], own)
     for work in works:
         work.wait()
-    if len(gathers) > 1:
-        for rank, message in messages.items():
-            _copy_all(places[rank], _parts(message, gathers, rank, num_ranks))
+    _copy_all([block for block, _ in copies], [part for _, part in copies])
 
 
-def _places(gathers: list[Gather], rank: int, num_ranks: int) -> list[torch.Tensor]:
-    """Where the rows of a rank belong."""
-    places = []
-    for gather in gathers:
-        assert gather.into is not None, "rank 0 needs a place for every tensor"
-        start, end = gather.rows(rank, num_ranks)
-        places.append(gather.into[start:end])
-    return places
-
-
-def _parts(message: torch.Tensor, gathers: list[Gather], rank: int, num_ranks: int) -> list[torch.Tensor]:
-    """The rows of a rank within its message: uint8 `[bytes]`."""
-    parts, offset = [], 0
-    for gather in gathers:
-        start, end = gather.rows(rank, num_ranks)
-        size = gather.part_bytes(rank, num_ranks)
-        part = message[offset : offset + size].view(gather.dtype)
-        parts.append(part.view(end - start, *gather.value.shape[1:]))
-        offset += size
-    return parts
+def _make_message(
+    blocks: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """uint8 `[bytes]` for the blocks one after another, and its parts in their shapes."""
+    sizes = [block.numel() * dtype.itemsize for block, dtype in zip(blocks, dtypes, strict=True)]
+    message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    pieces = zip(message.split(sizes), blocks, dtypes, strict=True)
+    return message, [piece.view(dtype).view(block.shape) for piece, block, dtype in pieces]
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -147,8 +120,3 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in _start(operations):
-        work.wait()

@@ -90,11 +90,10 @@ class Policy(PolicyInterface):
         return self._forward("get_reference_policy_logprobs", data)
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
-        ranks = self.workers.num_ranks
         batches = data.make_microbatch_iterator(self.cfg.train_global_batch_size)
-        # Rank r trains on the r-th part of every global batch.
-        shards = zip(*(batch.shard_by_batch_size(ranks) for batch in batches), strict=True)
-        per_rank = [(BatchedDataDict.from_batches(parts), loss_fn) for parts in shards]
+        # The r-th data-parallel rank trains on the r-th part of every global batch.
+        shards = zip(*(batch.shard_by_batch_size(self._num_shards) for batch in batches), strict=True)
+        per_rank = self._repeated([(BatchedDataDict.from_batches(parts), loss_fn) for parts in shards])
         results: list[TrainResult] = self.workers.run("train", timeout_s=_STEP_TIMEOUT_S, per_rank=per_rank)
         return results[0]
 
@@ -169,8 +168,18 @@ class Policy(PolicyInterface):
         return (own_s if timeout_s is None else timeout_s) + _ANSWER_S
 
     def _forward(self, method: str, data: BatchedDataDict) -> BatchedDataDict:
-        shards = [(shard,) for shard in data.shard_by_batch_size(self.workers.num_ranks)]
-        return BatchedDataDict.from_batches(self.workers.run(method, timeout_s=_STEP_TIMEOUT_S, per_rank=shards))
+        per_rank = self._repeated([(shard,) for shard in data.shard_by_batch_size(self._num_shards)])
+        results = self.workers.run(method, timeout_s=_STEP_TIMEOUT_S, per_rank=per_rank)
+        return BatchedDataDict.from_batches(results[:: self.cfg.dtensor_cfg.tensor_parallel_size])
+
+    @property
+    def _num_shards(self) -> int:
+        """Data-parallel ranks: each is the ranks that share matrices, which follow one another."""
+        return self.workers.num_ranks // self.cfg.dtensor_cfg.tensor_parallel_size
+
+    def _repeated(self, per_shard: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The arguments of every rank."""
+        return [arguments for arguments in per_shard for _ in range(self.cfg.dtensor_cfg.tensor_parallel_size)]
 
 
 def _ranks_limit_s(timeout_s: float | None) -> float | None:

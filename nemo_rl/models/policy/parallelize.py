@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model sharded by FSDP2.
+"""From a checkpoint folder to a model sharded by FSDP2, over tensor parallelism where the mesh has an axis for it.
 
 Rank 0 alone reads the folder. Every rank builds the model on meta, shards it, and receives its part, one tensor at a
 time. What the folder decides beside the weights (config, name conversions, buffers) travels ahead as a `ModelPlan`.
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,14 +23,15 @@ from nemo_rl.config.schema import LoRAConfig
 from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.checkpoint import check_loaded, read_headers
 from nemo_rl.models.policy.compiled_blocks import check_compiler, compile_blocks
+from nemo_rl.models.policy.export import clean_name
 from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan
 from nemo_rl.models.policy.lora import add_adapters, init_adapters
+from nemo_rl.models.policy.shards import DP_AXIS, TP_AXIS, own_block
+from nemo_rl.models.policy.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from nemo_rl.models.policy.utils import find_blocks
 from nemo_rl.models.policy.vision import find_vision_tower
 
 logger = logging.getLogger(__name__)
-
-DP_AXIS = "dp_shard"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ShardOptions:
 
 
 def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> tuple[PreTrainedModel, ExportPlan]:
-    """Load a language or vision-language model and shard it over `mesh`, whose one axis is `dp_shard`. Collective.
+    """Load a language or vision-language model and shard it over `mesh`, one of `make_mesh`. Collective.
 
     The plan is that of an export in the compute dtype.
 
@@ -81,7 +81,8 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
 
     Raises:
         ValueError: on every rank, when rank 0 cannot load the folder whole, for `cpu_offload` without cuda, for
-            `torch_compile` without a compiler, or when the model would not be exported as the folder has it.
+            `torch_compile` without a compiler, when the tensor-parallel axis does not suit the model, or when it would not
+            be exported as the folder has it.
     """
     device = mesh_device(mesh)
     if options.torch_compile:
@@ -97,10 +98,14 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
         export_plan = replace(export_plan, updates=add_adapters(model, options.lora))
         if source is not None:
             init_adapters(source, add_adapters(source, options.lora), options.lora.lora_a_init, options.seed)
-    shard_model(model, mesh, options)
+    if TP_AXIS in (mesh.mesh_dim_names or ()):
+        check_tensor_parallel(model, mesh[TP_AXIS].size())
+        apply_tensor_parallel(model, mesh[TP_AXIS])
+        _tie(model, plan.tied)
+    shard_model(model, mesh[DP_AXIS], options)
     model.to_empty(device="cpu" if options.cpu_offload else device)
     _tie(model, plan.tied)
-    _receive_parameters(model, source)
+    _receive_parameters(model, source, device)
     _receive_buffers(model, source, plan, device)
     model.eval()
     return model, export_plan
@@ -235,10 +240,19 @@ def _tie(model: nn.Module, tied: dict[str, str]) -> None:
         model.get_submodule(parent).register_parameter(leaf, model.get_parameter(source))
 
 
-def _receive_parameters(model: nn.Module, source: PreTrainedModel | None) -> None:
-    full_state = source.state_dict() if source is not None else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full_state, options=options)
+@torch.no_grad()
+def _receive_parameters(model: nn.Module, source: PreTrainedModel | None, device: torch.device) -> None:
+    """Rank 0 sends each tensor whole, one at a time; every rank keeps its part."""
+    held = dict(source.named_parameters(remove_duplicate=False)) if source is not None else {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        if held:
+            whole = held[clean_name(name)].detach().to(device, parameter.dtype).contiguous()
+        else:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        local = parameter.to_local()
+        local.copy_(own_block(whole, parameter).reshape(local.shape))
 
 
 def _receive_buffers(model: nn.Module, source: PreTrainedModel | None, plan: ModelPlan, device: torch.device) -> None:

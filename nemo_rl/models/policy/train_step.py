@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.aux_loss import AuxLoss
 from nemo_rl.models.policy.interfaces import LossFunction, LossNormalizer, TrainResult
 from nemo_rl.models.policy.parallelize import compute_device, fsdp_modules, reshard
+from nemo_rl.models.policy.shards import TP_AXIS, is_first_copy
 from nemo_rl.models.policy.vision import Pictures, forward_inputs
 
 CHUNK_ELEMENTS = 1 << 22
@@ -42,28 +44,68 @@ def make_scheduler(optimizer: Optimizer, config: SchedulerConfig | None) -> LRSc
     return LinearLR(optimizer, **config.kwargs.model_dump()) if config else None
 
 
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The ids whose logits this rank has: `start` and those after it."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+    """The ranks that have the others; None: there are none."""
+
+
+def _vocabulary(model: PreTrainedModel) -> _Vocabulary:
+    weight = model.get_output_embeddings().weight
+    axes = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
+    if TP_AXIS not in axes or not weight.placements[-1].is_shard(0):
+        return _Vocabulary()
+    axis = len(axes) - 1
+    num_rows = weight.shape[0] // weight.device_mesh.size(axis)
+    return _Vocabulary(weight.device_mesh.get_local_rank(axis) * num_rows, weight.device_mesh.get_group(axis))
+
+
 class _GatheredLogSoftmax(torch.autograd.Function):
-    """log_softmax(logits / temperature)[label] in float32, holding only a chunk of rows in float32 at a time."""
+    """log_softmax(logits / temperature)[label] in float32, holding only a chunk of rows in float32 at a time.
+
+    `logits [n, vocab]` may be a part of the vocabulary: ranks exchange two numbers a row then, and no logits.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocabulary: _Vocabulary
+    ) -> torch.Tensor:
         log_norm = logits.new_empty(logits.shape[0], dtype=torch.float32)
         for rows in _row_chunks(logits):
             torch.logsumexp(logits[rows].float() / temperature, dim=-1, out=log_norm[rows])
-        ctx.save_for_backward(logits, labels, log_norm)
+        columns = labels - vocabulary.start
+        is_own = (columns >= 0) & (columns < logits.shape[1])
+        columns = columns.masked_fill(~is_own, 0)
+        chosen = logits.gather(1, columns[:, None]).squeeze(1).float() / temperature
+        if vocabulary.group is not None and labels.numel():
+            log_norm, chosen = _join(log_norm, chosen.masked_fill(~is_own, 0.0), vocabulary.group)
+        ctx.save_for_backward(logits, columns, is_own, log_norm)
         ctx.temperature = temperature
-        return logits.gather(1, labels[:, None]).squeeze(1).float() / temperature - log_norm
+        return chosen - log_norm
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, labels, log_norm = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, columns, is_own, log_norm = ctx.saved_tensors
         scale = grads[0][:, None] / ctx.temperature
+        own_scale = scale * is_own[:, None]
         grad_logits = torch.empty_like(logits)
         for rows in _row_chunks(logits):
             probs = logits[rows].float().div_(ctx.temperature).sub_(log_norm[rows, None]).exp_()
-            probs.mul_(-scale[rows]).scatter_add_(1, labels[rows, None], scale[rows])
+            probs.mul_(-scale[rows]).scatter_add_(1, columns[rows, None], own_scale[rows])
             grad_logits[rows] = probs
-        return grad_logits, None, None
+        return grad_logits, None, None, None
+
+
+def _join(log_norm: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n]` each: log of the sum over all parts of the vocabulary, and the logit that one part has and others have as 0."""
+    own = torch.stack([log_norm, chosen])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    norms, logits = torch.stack(parts, dim=1)
+    return norms.logsumexp(0), logits.sum(0)
 
 
 def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
@@ -99,7 +141,7 @@ def token_logprobs(
     ):
         logits = model(**inputs, use_cache=False).logits[0]
     labels = input_ids[rows, columns + 1]
-    values = _GatheredLogSoftmax.apply(logits, labels, temperature)
+    values = _GatheredLogSoftmax.apply(logits, labels, temperature, _vocabulary(model))
     return values.new_zeros(selected.shape).index_put((rows, columns), values)
 
 
@@ -188,6 +230,9 @@ def train_on_batch(
 
     The loss that is returned has the model's auxiliary loss in it, where there is one.
 
+    Args:
+        group: the data-parallel ranks; None: all. Ranks that share matrices hold the same samples.
+
     Raises:
         AssertionError: on every rank, when the parts differ in size (their numbers of collectives would too).
         FloatingPointError: on every rank and before the step, when the gradient norm is not finite.
@@ -269,10 +314,17 @@ def _sum_over_ranks(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale gradients to a total L2 norm of at most `max_norm`; returns the norm before, over all ranks."""
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
-    total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Scale gradients to a total L2 norm of at most `max_norm`; returns the norm before, over all ranks. Collective.
+
+    Of what tensor-parallel ranks hold alike, one copy counts.
+    """
+    grads = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    counted = [grad.to_local() for grad in grads if is_first_copy(grad)]
+    square = nn.utils.get_total_norm(counted).double().square()
+    if grads:
+        square = square.to(grads[0].to_local().device)
+    dist.all_reduce(square)
+    total = square.sqrt().float()
     if max_norm is not None and torch.isfinite(total):
-        nn.utils.clip_grads_with_norm_(held, max_norm, total)
+        torch._foreach_mul_([grad.to_local() for grad in grads], (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total

@@ -142,11 +142,12 @@ UNSUPPORTED = [
     ),
     bad(f"{GENERATION}.top_p", "0.9", "got 0.9; not supported (the trainer's log-probs are those of the whole"),
     bad(f"{GENERATION}.top_k", "5", "got 5; not supported (the trainer's log-probs are those of the whole vocabulary"),
-    bad(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 alone)"),
     with_lora(f"{DTENSOR}.tensor_parallel_size", "2", "got 2; not supported ("),
     with_lora(f"{LORA}.dropout", "0.1", "got 0.1; not supported (the model is in eval mode also for training"),
     with_lora("policy.freeze_vision_tower", "true", "got true; not supported (adapters train alone; "),
     with_lora(f"{LORA}.use_triton", "true", "got true; not supported (peft has no Triton kernels); set "),
+    bad(f"{DTENSOR}.context_parallel_size", "2", "got 2; not supported (the policy is sharded by FSDP2 and tensor"),
+    bad(f"{DTENSOR}.sequence_parallel", "true", "got true; not supported (activations are whole on every"),
     bad("policy.megatron_cfg.enabled", "true", "got true; not supported (the Megatron policy is not part of this"),
     together([f"{DTENSOR}._v2=false"], f"{DTENSOR}._v2", "got false; not supported (the DTensor v1 worker cannot"),
 ]
@@ -186,7 +187,13 @@ SLOTS = [
 
 CONTRADICTIONS = [
     bad("policy.train_global_batch_size", "192", "got 192; must divide grpo.num_prompts_per_step x"),
-    bad("policy.train_global_batch_size", "1", "got 1; must be a multiple of the 2 trainer ranks"),
+    bad("policy.train_global_batch_size", "1", "got 1; must be a multiple of the 2 data-parallel ranks"),
+    bad(f"{DTENSOR}.tensor_parallel_size", "3", "got 3; must divide the 2 trainer ranks"),
+    together(
+        [f"{DTENSOR}.tensor_parallel_size=2", "policy.train_micro_batch_size=7"],
+        "policy.train_micro_batch_size",
+        "got 7; must divide 128, the samples of one data-parallel rank",
+    ),
     bad("policy.train_micro_batch_size", "5", "got 5; must divide 64"),
     bad(f"{GENERATION}.max_new_tokens", "4096", "got 4096; must be below policy.max_total_sequence_length = 128"),
     bad(f"{SERVER}.weight_update_backend", "nccl", f"got 'nccl'; needs CUDA, and cluster.device is cpu; set {SERVER}"),
@@ -197,6 +204,11 @@ CONTRADICTIONS = [
         f"got []; name layers, or set {LORA}.match_all_linear=true",
     ),
     bad("checkpointing.lora_export", "adapter", f"got 'adapter'; there is no adapter; set {LORA}.enabled=true"),
+    together(
+        [f"{DTENSOR}.tensor_parallel_size=2", f"{DTENSOR}.torch_compile=true"],
+        f"{DTENSOR}.torch_compile",
+        "got true; not supported with tensor_parallel_size 2; set ",
+    ),
     bad(f"{DTENSOR}.cpu_offload", "true", "got true; needs CUDA, and cluster.device is cpu"),
     bad("data.num_train", "7", "got 7; must be at least grpo.num_prompts_per_step = 16"),
     bad("data.num_validation", "0", "got 0; validation needs at least 1"),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_rl.config.schema import PolicyConfig
@@ -38,7 +37,8 @@ from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
 from nemo_rl.models.policy.hf_folder import copy_processor, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lora import adapters_off
-from nemo_rl.models.policy.parallelize import DP_AXIS, ShardOptions, load_sharded_model
+from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
+from nemo_rl.models.policy.shards import DP_AXIS, make_mesh
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
 from nemo_rl.models.policy.utils import (
     PRECISION_DTYPES,
@@ -62,7 +62,8 @@ logger = logging.getLogger(__name__)
 class DTensorPolicyWorkerV2:
     """Runs on every trainer rank; each method but `free_memory_bytes` is collective, so call it on all ranks.
 
-    Data come as this rank's equal part of the batch, results go back for the same part.
+    Data come as this rank's equal part of the batch, results go back for the same part. Ranks of one tensor-parallel group
+    get the same part.
     """
 
     def __init__(
@@ -92,10 +93,17 @@ class DTensorPolicyWorkerV2:
             master_addr: address of rank 0, for the trainers' group and for the weight-update group.
             timeout_s: of every collective.
         """
-        if cfg.train_global_batch_size % world_size:
+        tensor_parallel_size = cfg.dtensor_cfg.tensor_parallel_size
+        if world_size % tensor_parallel_size:
+            raise ValueError(
+                f"policy.dtensor_cfg.tensor_parallel_size: got {tensor_parallel_size}; must divide the {world_size} ranks"
+            )
+        self.num_shards = world_size // tensor_parallel_size
+        """Of the data."""
+        if cfg.train_global_batch_size % self.num_shards:
             raise ValueError(
                 f"policy.train_global_batch_size: got {cfg.train_global_batch_size}; "
-                f"allowed multiples of the number of trainer ranks, {world_size}"
+                f"allowed multiples of the number of data-parallel ranks, {self.num_shards}"
             )
         configure_logging(Path(log_file))
         self.cfg = cfg
@@ -109,7 +117,6 @@ class DTensorPolicyWorkerV2:
         self.tokenizer_folder = tokenizer_folder
         self.model_folder = model_folder
         self.device = resolve_device(device, own_gpu(os.environ, assigned_gpus()))
-        self.world_size = world_size
         self.dtype = PRECISION_DTYPES[cfg.precision]
         torch.manual_seed(seed)
         init_process_group(
@@ -123,7 +130,7 @@ class DTensorPolicyWorkerV2:
         self._exchange = RankExchange.of_default_group()
         is_short = self.device.type == "cpu" and cfg.max_total_sequence_length <= CPU_EAGER_TOKENS
         attention = "eager" if is_short else None
-        self.mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=(DP_AXIS,))
+        self.mesh = make_mesh(self.device.type, world_size, tensor_parallel_size)
         self.shard_options = ShardOptions(
             compute_dtype=self.dtype,
             attention=attention,
@@ -160,8 +167,8 @@ class DTensorPolicyWorkerV2:
         return BatchedDataDict(reference_logprobs=self._logprobs(self.reference, data))
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainResult:
-        """One optimizer step per `train_global_batch_size / world_size` samples of this rank, in their order."""
-        num_rows = self.cfg.train_global_batch_size // self.world_size
+        """One optimizer step per `train_global_batch_size / num_shards` samples of this rank, in their order."""
+        num_rows = self.cfg.train_global_batch_size // self.num_shards
         if data.size == 0 or data.size % num_rows:
             raise ValueError(
                 f"policy.train_global_batch_size: got {data.size} samples on a rank; allowed multiples of {num_rows}"
@@ -352,6 +359,7 @@ class DTensorPolicyWorkerV2:
             micro_batch_size=self.cfg.train_micro_batch_size,
             temperature=self.cfg.generation.temperature,
             max_grad_norm=self.cfg.max_grad_norm,
+            group=self.mesh.get_group(DP_AXIS),
         )
 
 

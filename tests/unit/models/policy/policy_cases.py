@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -104,6 +104,42 @@ def write_model(
         model.state_dict()[name].copy_(value)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def llama_config(tied: bool) -> PretrainedConfig:
+    """Biases where a row-parallel product must add them once; grouped heads; the pad token in the second half of the
+    vocabulary and in the batches, where its row of the embedding gets no gradient.
+    """
+    return LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=130,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+        mlp_bias=True,
+        pad_token_id=70,
+        initializer_range=0.1,
+    )
+
+
+def five_experts_config() -> PretrainedConfig:
+    """FSDP2 shards them unevenly."""
+    return Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=130,
+        num_experts=5,
+        num_experts_per_tok=2,
+        initializer_range=0.1,
+    )
 
 
 def make_batch(seed: int, num_samples: int = GLOBAL_BATCH, vocab: int = 130) -> BatchedDataDict:

@@ -1,4 +1,4 @@
-"""Row shards of several ranks against the whole tensors that they were cut from."""
+"""Shards of several ranks against the whole tensors that they were cut from."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def gather_rank(rank: int, num_ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
     values = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole_tensors()]
-    # What is not in rows takes another way, and must keep its place in the order.
+    # What is not in rows shares their messages.
     values.insert(2, distribute_tensor(COLUMNS, mesh, [Shard(1)]))
     values.insert(4, distribute_tensor(COPIES, mesh, [Replicate()]))
     values.append(INTEGERS)

@@ -39,12 +39,12 @@ class Gathers:
 
     def __init__(self) -> None:
         self.messages: list[list[tuple[tuple[int, ...], str]]] = []
-        self._gather_rows = gather._gather_rows
-        gather._gather_rows = self
+        self._gather_message = gather._gather_message
+        gather._gather_message = self
 
     def __call__(self, gathers: list[gather.Gather], device: torch.device) -> None:
         self.messages.append([(tuple(one.value.shape), str(one.dtype)) for one in gathers])
-        self._gather_rows(gathers, device)
+        self._gather_message(gathers, device)
 
     def take(self) -> list[list[tuple[tuple[int, ...], str]]]:
         taken, self.messages = self.messages, []
