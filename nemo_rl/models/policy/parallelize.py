@@ -243,7 +243,8 @@ def _tie(model: nn.Module, tied: dict[str, str]) -> None:
 @torch.no_grad()
 def _receive_parameters(model: nn.Module, source: PreTrainedModel | None, device: torch.device) -> None:
     """Rank 0 sends each tensor whole, one at a time; every rank keeps its part."""
-    held = dict(source.named_parameters(remove_duplicate=False)) if source is not None else {}
+    named = source.named_parameters(remove_duplicate=False) if source is not None else ()
+    held = {clean_name(name): parameter for name, parameter in named}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         if held:

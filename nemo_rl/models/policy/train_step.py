@@ -27,7 +27,6 @@ CHUNK_ELEMENTS = 1 << 22
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     """Of those that are trained."""
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     kwargs = config.kwargs
     beta1, beta2 = kwargs.betas
     return torch.optim.AdamW(
