@@ -1,9 +1,9 @@
-"""The real command on pictures, and a real engine that is asked with and without them after a refit."""
+"""GRPO on pictures with a real engine, which is then asked with and without them."""
 
 import json
 import math
-import subprocess
-import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from grpo_process import ROOT
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from nemo_rl.algorithms.grpo import Participants
+from nemo_rl.algorithms.grpo import Participants, grpo_train
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.model_source import resolve_model
+from nemo_rl.run import export_trained
 from nemo_rl.setup import prepare_inputs, start_participants
 from nemo_rl.utils.metrics import MetricsLogger
 from nemo_rl.utils.run_folder import make_run_folder
@@ -25,31 +26,35 @@ NUM_STEPS = 3
 NUM_ANSWERS = 100
 
 
+@dataclass(frozen=True)
+class PictureRun:
+    """Three finished steps of two trainer ranks with a frozen tower and one engine, which still serve."""
+
+    folder: Path
+    participants: Participants
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
-def picture_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of three finished steps: two trainer ranks with a frozen tower, one engine."""
+def picture_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PictureRun]:
     log_dir = tmp_path_factory.mktemp("pictures")
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "examples/run_grpo.py"), "--config", str(PICTURES), f"logger.log_dir={log_dir}",
-            "policy.freeze_vision_tower=true", "refit.verify=full",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("engine checksums equal those of the exported folder") == NUM_STEPS + 1
-    return log_dir / "exp_001"
+    settings = [f"logger.log_dir={log_dir}", "policy.freeze_vision_tower=true", "refit.verify=full"]
+    config = load_config(PICTURES, settings)
+    folder, inputs = make_run_folder(config.logger.log_dir), prepare_inputs(config)
+    with (
+        MetricsLogger(folder.path, num_steps=NUM_STEPS, tensorboard=False) as metrics,
+        start_participants(config, inputs, folder, metrics) as run,
+    ):
+        grpo_train(config, run)
+        export_trained(config, run.policy, folder, metrics)
+        yield PictureRun(folder.path, run)
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_trainer_and_engine_see_the_same_picture_in_every_step(picture_run: Path) -> None:
-    rows = rows_of(picture_run)
+def test_trainer_and_engine_see_the_same_picture_in_every_step(picture_run: PictureRun) -> None:
+    rows = picture_run.rows
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "validation/accuracy" in row] == [0, 2, 3]
     for row in rows[1:]:
@@ -59,29 +64,21 @@ def test_trainer_and_engine_see_the_same_picture_in_every_step(picture_run: Path
         assert row["refit/weight_version"] == row["step"] + 1
 
 
-def test_a_frozen_tower_travels_once_and_leaves_the_run_as_it_came(picture_run: Path) -> None:
+def test_a_frozen_tower_travels_once_and_leaves_the_run_as_it_came(picture_run: PictureRun) -> None:
     before, after = (
         AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
-        for folder in (resolve_model("tiny-random-qwen3-vl"), picture_run / "hf_model")
+        for folder in (resolve_model("tiny-random-qwen3-vl"), picture_run.folder / "hf_model")
     )
     tower = {name for name in before if name.startswith("model.visual.")}
     assert {name for name in before if torch.equal(before[name], after[name])} == tower
-    assert [row["refit/tensors"] for row in rows_of(picture_run)[1:]] == [len(before) - len(tower)] * NUM_STEPS
-    assert type(AutoProcessor.from_pretrained(picture_run / "hf_model")).__name__ == "Qwen3VLProcessor"
+    assert [row["refit/tensors"] for row in picture_run.rows[1:]] == [len(before) - len(tower)] * NUM_STEPS
+    assert type(AutoProcessor.from_pretrained(picture_run.folder / "hf_model")).__name__ == "Qwen3VLProcessor"
 
 
-def test_a_hundred_answers_with_and_a_hundred_without_a_picture_after_a_refit(tmp_path: Path) -> None:
+def test_a_hundred_answers_with_and_a_hundred_without_a_picture_after_refits(picture_run: PictureRun) -> None:
     """`generate` raises at an error and at a log-prob that is not finite."""
-    config = load_config(PICTURES, [f"logger.log_dir={tmp_path}", "loss_fn.reference_policy_kl_penalty=0"])
-    folder, inputs = make_run_folder(config.logger.log_dir), prepare_inputs(config)
-    with (
-        MetricsLogger(folder.path, num_steps=1, tensorboard=False) as metrics,
-        start_participants(config, inputs, folder, metrics) as run,
-    ):
-        run.synchronizer.init_communicator()
-        run.synchronizer.sync_weights()
-        check_answers(run, with_picture(run))
-        check_answers(run, without_picture(run))
+    check_answers(picture_run.participants, with_picture(picture_run.participants))
+    check_answers(picture_run.participants, without_picture(picture_run.participants))
 
 
 def with_picture(run: Participants) -> BatchedDataDict:

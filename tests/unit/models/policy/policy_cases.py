@@ -125,23 +125,6 @@ def llama_config(tied: bool) -> PretrainedConfig:
     )
 
 
-def five_experts_config() -> PretrainedConfig:
-    """FSDP2 shards them unevenly."""
-    return Qwen3MoeConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=130,
-        num_experts=5,
-        num_experts_per_tok=2,
-        initializer_range=0.1,
-    )
-
-
 def make_batch(seed: int, num_samples: int = GLOBAL_BATCH, vocab: int = 130) -> BatchedDataDict:
     """Prompts of 3 to 6 and responses of 1 to 7 tokens; the fourth sample is masked out."""
     generator = torch.Generator().manual_seed(seed)
