@@ -141,7 +141,10 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions)
         blocks = _checkpoint_activations(model, blocks)
     if options.torch_compile:
         compile_blocks(blocks)
-    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    # Inputs stay as the model makes them: cast, the float32 rotary angles of vision towers would be rounded.
+    policy = MixedPrecisionPolicy(
+        param_dtype=options.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
     for block in blocks:
         fully_shard(
