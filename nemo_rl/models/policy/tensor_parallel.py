@@ -126,7 +126,7 @@ def _behind(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[s
         generic = replace_layer_number_by_wildcard(name)
         is_divided = plan.get(replace_layer_number_by_wildcard(before)) == "colwise"
         if is_divided and generic not in plan and next(module.parameters(), None) is not None:
-            yield generic, int(model.get_submodule(before).weight.shape[0]), module
+            yield generic, len(model.get_parameter(f"{before}.weight")), module
 
 
 def _fits_a_head(module: nn.Module, width: int) -> bool:
