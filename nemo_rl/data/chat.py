@@ -114,8 +114,11 @@ class ChatEncoder:
             raise ValueError(f"{_KEY}: the template cannot render a user message ({reason})") from error
         if probe not in text:
             raise ValueError(f"{_KEY}: the template leaves out or changes the user's message; it gives {text!r}")
-        if self._vision and text.count(self._vision.image_token) != 1:
-            raise ValueError(f"{_KEY}: the template gives a picture no placeholder of its own; it gives {text!r}")
+        if self._vision and (text.count(self._vision.image_token) != 1 or self._vision.placeholder not in text):
+            raise ValueError(
+                f"{_KEY}: the template gives a picture no placeholder {self._vision.placeholder!r} of its own; "
+                f"it gives {text!r}"
+            )
 
 
 def encode_problems(

@@ -57,7 +57,7 @@ def _parse(config: ResponseDataConfig, line: str, place: str, folder: Path) -> P
 def _find_images(key: str, value: Any, place: str, folder: Path) -> tuple[Path, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{place}: {key!r} must be a path or a list of paths, got {value!r}")
+        raise ValueError(f"{place}: {key!r} must be a path or a list of paths, for none [], got {value!r}")
     paths = tuple(folder / name for name in names)
     for path in paths:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor
 
-from nemo_rl.data.image_files import ImageSource, read_image, read_size, to_data_uri
+from nemo_rl.data.image_files import ImageSource, describe, read_image, read_size, to_data_uri
 from nemo_rl.models.model_source import read_config
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -76,4 +76,10 @@ class VisionProcessor:
 
     def _num_tokens(self, image: ImageSource) -> int:
         width, height = read_size(image)
-        return int(self._images.get_number_of_image_patches(height, width)) // int(self._images.merge_size) ** 2
+        try:
+            num_patches = int(self._images.get_number_of_image_patches(height, width))
+        except ValueError as error:
+            raise ValueError(
+                f"data: the picture {describe(image)} of {width} x {height} pixels is none for this model ({error})"
+            ) from error
+        return num_patches // int(self._images.merge_size) ** 2

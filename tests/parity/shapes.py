@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policy_cases import dense_config, llama_config, moe_config
+from policy_cases import dense_config, glm_moe_config, llama_config, moe_config
 from transformers import PretrainedConfig
 
 
@@ -38,6 +38,13 @@ def moe(**changes: Any) -> PretrainedConfig:
     return config
 
 
+def glm_moe_with_norms() -> PretrainedConfig:
+    """Heads that two ranks can share."""
+    config = glm_moe_config()
+    config.update({"initializer_range": 0.1, "use_qk_norm": True, "num_key_value_heads": 2})
+    return config
+
+
 FAMILIES = {
     "Qwen3": ModelFamily(lambda: dense_config(tied=True), 130),
     "Qwen3, untied": ModelFamily(lambda: dense_config(tied=False), 130),
@@ -48,7 +55,10 @@ FAMILIES = {
     "Qwen3-MoE, five experts": ModelFamily(
         lambda: moe(num_experts=5, num_attention_heads=4, num_key_value_heads=2), 64
     ),
-    "Qwen3-MoE, aux": ModelFamily(lambda: moe(output_router_logits=True, router_aux_loss_coef=0.3), 64),
+    "GLM-4-MoE, norms of heads": ModelFamily(glm_moe_with_norms, 64),
+    "Qwen3-MoE, aux": ModelFamily(
+        lambda: moe(output_router_logits=True, router_aux_loss_coef=0.3, num_key_value_heads=2), 64
+    ),
 }
 
 CHECKPOINTING, COMPILE = {"activation_checkpointing": True}, {"torch_compile": True}
@@ -72,6 +82,8 @@ SHAPES = (
     Shape("TP 2", settings=PAIRS, family="Llama"),
     Shape("TP 2, untied head", settings=PAIRS, family="Llama, untied"),
     Shape("TP 2, norms of heads", settings=PAIRS),
+    Shape("TP 2, norms of heads that the plan leaves out", settings=PAIRS, family="GLM-4-MoE, norms of heads"),
+    Shape("TP 2, mixture of experts, auxiliary loss", settings=PAIRS, family="Qwen3-MoE, aux", micro_batch=8),
     Shape("TP 2, mixture of experts", settings=PAIRS, family="Qwen3-MoE, five experts"),
     Shape("FSDP2 x2, TP 2, activation checkpointing", 4, settings=PAIRS | CHECKPOINTING, family="Llama"),
     Shape("FSDP2 x2, TP 2, mixture of experts", 4, settings=PAIRS, family="Qwen3-MoE, five experts"),

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from nemo_rl.config.schema import LoRAConfig
-from nemo_rl.models.policy.export import clean_name
+from nemo_rl.models.policy.export import clean_state
 from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.gather import Gather, gather_to_rank0
 from nemo_rl.models.policy.lora import peft_config
@@ -27,7 +27,7 @@ def export_adapter(
         device: where shards are gathered.
     """
     is_writer = dist.get_rank() == 0
-    state = {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    state = clean_state(model)
     adapters: dict[str, torch.Tensor] = {}
     gathers = []
     for weight, update in plan.updates.items():

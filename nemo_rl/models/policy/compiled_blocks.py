@@ -11,6 +11,10 @@ from torch import nn
 _COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang", "cc"))}
 """Device -> the variable that names the compiler, and what is called without it: by inductor, and by Triton."""
 
+_MAX_GRAPHS = 32
+"""Of one piece of code, after which torch runs it uncompiled: blocks of text and of pictures may share it, each with and
+without gradient, with adapters and without, for one picture and for several. torch's own limit is 8."""
+
 
 def check_compiler(device_type: str) -> None:
     """Raise ValueError where `torch.compile` would fail in the first forward pass."""
@@ -30,5 +34,6 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     FSDP2's hooks stay outside of what is compiled: it sees gathered weights, as plain tensors. Shapes are symbols from
     the start, since nearly every micro-batch has a length of its own.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)

@@ -28,6 +28,12 @@ def clean_name(name: str) -> str:
     return WRAPPER_PREFIXES.sub("", name)
 
 
+def clean_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by names without wrappers."""
+    # Not detached: for hundreds of DTensors that would take longer than to send them.
+    return {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
 def dtensor_params_generator(
     model: PreTrainedModel,
     plan: ExportPlan,
@@ -56,8 +62,7 @@ def dtensor_params_generator(
         ManifestError: on every rank, before anything is gathered, when the model has other names than at set-up.
         Exception: on rank 0, whatever a conversion raised; all has been gathered then, so that no rank waits.
     """
-    # Not detached: for hundreds of DTensors that would take longer than to send them.
-    state = {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    state = clean_state(model)
     _check_sources(model, state, plan)
     device = device or next(iter(state.values())).device
     maker = _BucketMaker(state, plan, device, negated=negated)

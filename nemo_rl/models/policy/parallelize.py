@@ -93,7 +93,8 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
     plan = _broadcast_plan(read)
     source = read[0] if isinstance(read, tuple) else None
     model = _build_on_meta(plan, options)
-    export_plan = make_export_plan(_build_on_meta(plan, options), plan.headers, options.compute_dtype)
+    twin = _build_on_meta(plan, replace(options, master_dtype=options.compute_dtype))
+    export_plan = make_export_plan(twin, plan.headers, options.compute_dtype)
     if options.lora is not None:
         export_plan = replace(export_plan, updates=add_adapters(model, options.lora))
         if source is not None:
@@ -106,7 +107,7 @@ def load_sharded_model(folder: str, mesh: DeviceMesh, options: ShardOptions) -> 
     model.to_empty(device="cpu" if options.cpu_offload else device)
     _tie(model, plan.tied)
     _receive_parameters(model, source, device)
-    _receive_buffers(model, source, plan, device)
+    _receive_buffers(model, source, plan, twin, device)
     model.eval()
     return model, export_plan
 
@@ -141,7 +142,10 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions)
         blocks = _checkpoint_activations(model, blocks)
     if options.torch_compile:
         compile_blocks(blocks)
-    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    # Inputs stay as the model makes them: cast, the float32 rotary angles of vision towers would be rounded.
+    policy = MixedPrecisionPolicy(
+        param_dtype=options.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
     for block in blocks:
         fully_shard(
@@ -256,10 +260,15 @@ def _receive_parameters(model: nn.Module, source: PreTrainedModel | None, device
         local.copy_(own_block(whole, parameter).reshape(local.shape))
 
 
-def _receive_buffers(model: nn.Module, source: PreTrainedModel | None, plan: ModelPlan, device: torch.device) -> None:
+def _receive_buffers(
+    model: nn.Module, source: PreTrainedModel | None, plan: ModelPlan, twin: PreTrainedModel, device: torch.device
+) -> None:
+    """Those that no checkpoint holds get the dtype that they have in a model of the compute dtype, `twin`."""
     held = dict(source.named_buffers()) if source is not None else {}
+    stored = twin.state_dict().keys()
+    made = {name: buffer.dtype for name, buffer in twin.named_buffers() if name not in stored}
     for name, (shape, dtype) in plan.buffers.items():
         value = held[name].to(device) if held else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value, src=0)
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._buffers[leaf] = value
+        model.get_submodule(parent)._buffers[leaf] = value.to(made.get(name, dtype))

@@ -31,6 +31,14 @@ _EMBEDDING = "embedding_rowwise"
 _EXPERTS = "moe_tp_experts"
 _STACK = "packed_colwise"
 """Gate and up projections of all experts, stacked."""
+_PARTIAL = "replicated_with_grad_allreduce"
+_BEHIND = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}
+"""Modules that some plans leave out, and the projection that they stand behind: where it is divided, a rank's gradient of
+their parameters is a part."""
+_UNFIT = frozenset(
+    {"DogeForCausalLM", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"}
+)
+"""Classes whose forward pass fails, or gives other log-probs, by the plan that transformers has for them."""
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
 """Of a model's config: what a rank has a part of, where the width of a projection alone would divide further."""
 
@@ -87,7 +95,7 @@ class _VocabularyEmbedding(TensorParallelLayer):
 _STYLES: dict[str, TensorParallelLayer] = {
     **{name: ALL_PARALLEL_STYLES[name] for name in (*_COLUMNS, *_ROWS, _EXPERTS, "mla_kv_a_proj")},
     _EMBEDDING: _VocabularyEmbedding(),
-    "replicated_with_grad_allreduce": _PartialGradient(),
+    _PARTIAL: _PartialGradient(),
 }
 """Of modules."""
 
@@ -96,9 +104,10 @@ def make_plan(model: PreTrainedModel) -> dict[str, str]:
     """The model's plan, names with `*` for numbers.
 
     A head that the plan divides keeps its part of the vocabulary: log-probs are computed from there. An embedding that is
-    tied to it is divided alike.
+    tied to it is divided alike. Norms of heads that the plan forgets get the style that other plans have for them.
     """
     plan = dict(model.tp_plan)
+    plan |= {name: _PARTIAL for name, width, module in _behind(model, plan) if _fits_a_head(module, width)}
     names = {module: name for name, module in model.named_modules()}
     head, embedding = names[model.get_output_embeddings()], names[model.get_input_embeddings()]
     is_tied = {f"{head}.weight", f"{embedding}.weight"} in [set(pair) for pair in model.all_tied_weights_keys.items()]
@@ -109,6 +118,21 @@ def make_plan(model: PreTrainedModel) -> dict[str, str]:
     return plan
 
 
+def _behind(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, int, nn.Module]]:
+    """What `_BEHIND` names and the plan does not: generic name, outputs of the divided projection, module."""
+    for name, module in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        before = f"{parent}.{_BEHIND.get(leaf)}"
+        generic = replace_layer_number_by_wildcard(name)
+        is_divided = plan.get(replace_layer_number_by_wildcard(before)) == "colwise"
+        if is_divided and generic not in plan and next(module.parameters(), None) is not None:
+            yield generic, len(model.get_parameter(f"{before}.weight")), module
+
+
+def _fits_a_head(module: nn.Module, width: int) -> bool:
+    return all(parameter.ndim == 1 and len(parameter) < width for parameter in module.parameters())
+
+
 def check_tensor_parallel(model: PreTrainedModel, size: int) -> None:
     """Raise ValueError when `size` ranks cannot share the model, saying which can; a model on meta will do."""
     plan = make_plan(model)
@@ -116,6 +140,10 @@ def check_tensor_parallel(model: PreTrainedModel, size: int) -> None:
     head_and_embedding = {model.get_output_embeddings(), model.get_input_embeddings()}
     if all(module in head_and_embedding for _, _, module, _, _ in _planned(model, plan)):
         raise ValueError(f"{_KEY}: got {size}; transformers has no tensor-parallel plan for {name}; allowed: 1")
+    if name in _UNFIT:
+        raise ValueError(
+            f"{_KEY}: got {size}; {name} does not compute the same by the plan of transformers; allowed: 1"
+        )
     if refused := sorted(set(_refused(model, plan))):
         raise ValueError(f"{_KEY}: got {size}; not supported in the plan of {name}: {listed(refused)}; allowed: 1")
     divided = _divided(model, plan)
@@ -130,6 +158,8 @@ def _refused(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
         generic = replace_layer_number_by_wildcard(name)
         if generic in plan and plan[generic] not in _STYLES:
             yield f"{generic}: {plan[generic]}"
+    for name, _, _ in _behind(model, plan):
+        yield f"{name}: no style"
     for generic, style, module, _, parameter in _planned(model, plan):
         if generic in plan:
             in_experts = plan.get(generic.rpartition(".")[0]) == _EXPERTS and parameter.ndim == 3

@@ -85,17 +85,20 @@ def test_pictures_are_found_from_the_folder_of_the_file(tmp_path: Path) -> None:
         ("a.png", r"'image': no file '.*/a.png'"),
         (["b.png", "text.png"], r"'image': '.*/text.png' is no picture that can be read"),
         ("cut.png", r"'image': '.*/cut.png' is no picture that can be read"),
+        ("cut.jpg", r"'image': '.*/cut.jpg' is no picture that can be read \(image file is truncated"),
         (".", r"'image': '.*' is no picture that can be read .*[Dd]irectory"),
         ("a\0b", "'image': '.*' is no picture that can be read"),
-        (3, "'image' must be a path or a list of paths, got 3"),
-        ([["b.png"]], "'image' must be a path or a list of paths, got "),
-        (None, "'image' must be a path or a list of paths, got None"),
+        (3, r"'image' must be a path or a list of paths, for none \[\], got 3"),
+        ([["b.png"]], r"'image' must be a path or a list of paths, for none \[\], got "),
+        (None, r"'image' must be a path or a list of paths, for none \[\], got None"),
     ],
 )
 def test_what_is_no_picture_is_refused_with_file_and_line(tmp_path: Path, image: Any, message: str) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
     (tmp_path / "text.png").write_text("no picture")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "b.png").read_bytes()[:-20])
+    Image.effect_noise((64, 64), 90).save(tmp_path / "b.jpg")
+    for kind in ("png", "jpg"):
+        (tmp_path / f"cut.{kind}").write_bytes((tmp_path / f"b.{kind}").read_bytes()[:-20])
     lines = [json.dumps({"input": "x", "output": "1", "image": name}) for name in ("b.png", image)]
     train = write(tmp_path / "train.jsonl", *lines)
     with pytest.raises(ValueError, match=f"train.jsonl, line 2: {message}"):

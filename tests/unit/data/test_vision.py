@@ -1,7 +1,10 @@
 """Pictures on their way from a problem to a batch: what the engine gets and what the trainer gets."""
 
 import base64
+import copy
 import io
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from nemo_rl.data.image_files import ImageSource, read_image, to_png
 from nemo_rl.data.interfaces import Problem
 from nemo_rl.data.loader import PromptLoader, collate_prompts
 from nemo_rl.data.vision import VisionProcessor
+from nemo_rl.models.policy.hf_folder import copy_processor
 from nemo_rl.models.tiny_model import make_character_tokenizer, write_tiny_random_qwen3
 
 TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -29,6 +33,8 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endfor %}"
 )
+BARE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>")
+"""The engine would find no picture to count rotary positions for."""
 SIZES = [(56, 56), (20, 31), (1, 1), (80, 64), (300, 200), (123, 457), (640, 480), (33, 900)]
 
 
@@ -106,10 +112,35 @@ def test_an_image_token_in_the_users_words_is_refused(
         vision.expand("<|image_pad|><|image_pad|>", [draw((56, 56))] * 2)
 
 
+def test_a_picture_of_a_form_that_the_model_does_not_take_is_named(
+    vision: VisionProcessor, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    Image.new("L", (300, 1)).save(tmp_path / "line.png")
+    with pytest.raises(
+        ValueError, match=r"^data: the picture .*/line\.png of 300 x 1 pixels is none for this model \(abs"
+    ):
+        ChatEncoder(tokenizer, None, vision).encode(Problem("what?", "3", (tmp_path / "line.png",)))
+
+
+def test_an_export_keeps_the_template_that_the_processor_alone_has(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    model, export = tmp_path / "model", tmp_path / "export"
+    shutil.copytree(folder, model)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    shutil.copytree(model, export, ignore=shutil.ignore_patterns("*processor*", "chat_template*"))
+    text_only = copy.deepcopy(tokenizer)
+    text_only.chat_template = "{{ messages[0]['content'] }}"
+    text_only.save_pretrained(export)
+    copy_processor(str(model), str(export))
+    assert VisionProcessor.load(export).chat_template == TEMPLATE
+
+
 def test_a_template_that_knows_no_pictures_is_refused(
     vision: VisionProcessor, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    for template in ("{{ messages[0]['content'] }}", "{{ messages[0]['content'][-1]['text'] }}"):
+    for template in ("{{ messages[0]['content'] }}", "{{ messages[0]['content'][-1]['text'] }}", BARE):
         with pytest.raises(ValueError, match="policy.tokenizer.chat_template: the template gives a picture no placeh"):
             ChatEncoder(tokenizer, template, vision)
 

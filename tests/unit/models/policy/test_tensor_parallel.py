@@ -6,7 +6,14 @@ from typing import Any
 import policy_cases as cases
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma3nTextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    PretrainedConfig,
+)
 
 from nemo_rl.models.policy.tensor_parallel import check_tensor_parallel
 
@@ -31,6 +38,12 @@ def on_meta() -> Iterator[Any]:
             r"plan of Llama4ForCausalLM: .*experts\.gate_up_proj: packed_rowwise",
         ),
         (GptOssConfig(num_hidden_layers=1), 2, r"no tensor-parallel plan for GptOssForCausalLM; allowed: 1$"),
+        (CohereConfig(num_hidden_layers=1, use_qk_norm=True), 2, r"self_attn\.k_norm: no style, .*q_norm: no style"),
+        (
+            Gemma3nTextConfig(num_hidden_layers=5, num_kv_shared_layers=0),
+            2,
+            r"Gemma3nForCausalLM does not compute the same by the plan of trans",
+        ),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(

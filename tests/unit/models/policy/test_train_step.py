@@ -7,7 +7,7 @@ import policy_cases as cases
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config, Olmo2Config, PretrainedConfig, PreTrainedModel, XGLMConfig
 
 from nemo_rl.config.schema import OptimizerConfig, SchedulerConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -23,6 +23,7 @@ from nemo_rl.models.policy.train_step import (
 )
 from nemo_rl.models.policy.utils import find_blocks, resolve_device
 
+SMALL: dict[str, Any] = {"hidden_size": 64, "vocab_size": 130, "initializer_range": 0.1, "init_std": 0.1}
 FP32 = ShardOptions(compute_dtype=torch.float32)
 
 
@@ -34,6 +35,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def model(folder: str, mesh: DeviceMesh) -> PreTrainedModel:
     return load_sharded_model(folder, mesh, FP32)[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Olmo2Config(**SMALL, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4),
+        XGLMConfig(**{**SMALL, "d_model": 64}, ffn_dim=96, num_layers=2, attention_heads=4),
+    ],
+    ids=["float32 angles", "positions in a buffer"],
+)
+def test_in_bfloat16_log_probs_are_those_of_a_bfloat16_model(
+    config: PretrainedConfig, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    """What a model keeps in float32 between its blocks stays so, and what it makes in its own dtype is made in it."""
+    folder = cases.write_model(tmp_path / "model", config)
+    options = ShardOptions(compute_dtype=torch.bfloat16, attention="eager")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    found, expected = (
+        compute_logprobs(model, cases.make_batch(0), micro_batch_size=2, temperature=1.0)
+        for model in (load_sharded_model(folder, mesh, options)[0], plain)
+    )
+    assert torch.equal(found, expected)
 
 
 def plain_logprobs(folder: str, ids: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from vision_cases import VisionCase, make_picture_batch, train_vision_case, visi
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.model_source import resolve_model
+from nemo_rl.models.policy.train_step import compute_logprobs
 from nemo_rl.models.policy.vision import GRIDS, PIXELS, check_vision_tower
 
 CASES = ("trained", "frozen")
@@ -139,6 +140,21 @@ def test_the_optimizer_holds_what_is_trained_and_the_refit_knows_what_is_not(
         assert seen["num_optimized"] == seen["num_parameters"] - seen["num_of_tower"]
         assert ranks["trained"]["frozen_names"] == set()
         assert ranks["trained"]["num_optimized"] == seen["num_parameters"]
+
+
+def test_in_bfloat16_log_probs_are_those_of_the_plain_model_bit_for_bit(vision_folder: Path) -> None:
+    cfg = cases.policy_config(precision="bfloat16")
+    worker = cases.make_worker(str(vision_folder), cfg, rank=0, world_size=1, port=cases.free_port())
+    batch = make_picture_batch(0, worker.model.config)
+    policy = worker.get_logprobs(batch)["logprobs"]
+    reference = worker.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    worker.shutdown()
+    plain = AutoModelForImageTextToText.from_pretrained(
+        vision_folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    expected = compute_logprobs(plain, batch, micro_batch_size=2, temperature=cases.TEMPERATURE)
+    assert torch.equal(policy, expected)
+    assert torch.equal(reference, expected)
 
 
 def test_a_text_model_has_no_tower_to_freeze(tmp_path: Path, vision_folder: Path) -> None:
