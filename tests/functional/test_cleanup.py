@@ -27,6 +27,8 @@ class Way:
     exit_code: int
     joins: bool
     """Joins a Ray cluster that outlives it; otherwise it starts its own."""
+    says: str = ""
+    """Pattern of the one line with which it ends."""
     cumem: str | None = None
     """`NCCL_CUMEM_ENABLE` of the driver."""
     allocator: str | None = None
@@ -42,6 +44,11 @@ def kill_engine_actor(run: GrpoProcess) -> None:
     actor.kill()
 
 
+def kill_trainer_rank(run: GrpoProcess) -> None:
+    _, rank = run.named("ray::DTensorPolicy")
+    rank.kill()
+
+
 def press_ctrl_c_twice(run: GrpoProcess) -> None:
     """As a terminal does: to the whole foreground group, Ray's daemons among it."""
     for _ in range(2):
@@ -51,7 +58,22 @@ def press_ctrl_c_twice(run: GrpoProcess) -> None:
 
 WAYS = (
     Way("sigkill_of_driver", kill_driver, -signal.SIGKILL, joins=False),
-    Way("sigkill_of_engine_actor", kill_engine_actor, 1, joins=True, cumem="1", allocator="expandable_segments:True"),
+    Way(
+        "sigkill_of_engine_actor",
+        kill_engine_actor,
+        1,
+        joins=True,
+        says="engine 0 at http",
+        cumem="1",
+        allocator="expandable_segments:True",
+    ),
+    Way(
+        "sigkill_of_trainer_rank",
+        kill_trainer_rank,
+        1,
+        joins=False,
+        says=r"policy: rank \d .* all ranks ended: its process has ended \(killed, or out of memory\)",
+    ),
     Way("sigterm_of_driver", lambda run: run.process.terminate(), 128 + signal.SIGTERM, joins=True, cumem="0"),
     Way("ctrl_c", press_ctrl_c_twice, 128 + signal.SIGINT, joins=False, allocator="expandable_segments:False"),
 )
@@ -85,7 +107,10 @@ def test_whatever_ends_a_run_leaves_nothing_and_the_next_starts_at_once(ray_addr
             way.end(run)
             assert run.process.wait(timeout=60) == way.exit_code, run.errors()[-3000:]
         ended, ended_s = run, time.monotonic()
-        assert (re.search(r"the run has ended: .*engine 0 at http", run.errors()) is not None) == (way.exit_code == 1)
+        told = [line for line in run.errors().splitlines() if "the run has ended" in line]
+        assert len(told) == bool(way.says)
+        assert all(re.match(f"run_grpo.py: the run has ended: .*{way.says}", line) for line in told), told
+        assert "Traceback" not in run.errors() or not way.says
     run.assert_gone(ended_s)
     assert_all_slots_are_free(time.monotonic() + GONE_WITHIN_S)
 

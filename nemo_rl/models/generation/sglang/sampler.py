@@ -175,6 +175,9 @@ class EngineSampler:
             return parse_answer(answer, len(batch.prompts[index]))
         except ValueError as error:
             raise EngineError(endpoint.name, _ENDPOINT, response.status_code, str(error)) from error
+        except (LookupError, TypeError) as error:
+            text = f"an answer of another form: {type(error).__name__}: {error}"
+            raise EngineError(endpoint.name, _ENDPOINT, response.status_code, text) from error
 
     async def _report(self, run: "_Run", endpoint: Endpoint, attempt: int, error: EngineError) -> None:
         num_reports = run.num_reports

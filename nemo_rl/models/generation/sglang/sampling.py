@@ -82,9 +82,11 @@ def parse_answer(answer: Mapping[str, Any], num_prompt_tokens: int) -> Sample:
         ValueError: a log-prob is not a finite number, or the engine read another number of prompt tokens.
     """
     meta = answer["meta_info"]
-    if meta["prompt_tokens"] != num_prompt_tokens:
+    # Absent where the request was aborted before the engine read it.
+    num_read = meta.get("prompt_tokens", num_prompt_tokens)
+    if num_read != num_prompt_tokens:
         raise ValueError(
-            f"the engine read {meta['prompt_tokens']} prompt tokens, the trainer counts {num_prompt_tokens}: "
+            f"the engine read {num_read} prompt tokens, the trainer counts {num_prompt_tokens}: "
             "their image tokens differ"
         )
     tokens = meta["output_token_logprobs"]
