@@ -1,14 +1,15 @@
 """Which part of a whole tensor each rank holds, for parameters of FSDP2 alone and of FSDP2 over tensor parallelism."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 DP_AXIS = "dp_shard"
 TP_AXIS = "tp"
@@ -34,7 +35,7 @@ def block_of(whole: torch.Tensor, shard: DTensor, coordinate: Sequence[int]) -> 
     Raises:
         NotImplementedError: for placements that neither FSDP2 nor a tensor-parallel plan makes.
     """
-    _check_placements(shard)
+    _check_placements(shard.device_mesh, shard.placements)
     # Tensor parallelism, on the last axis, divides first: FSDP2 shards what is left.
     for axis in reversed(range(shard.device_mesh.ndim)):
         placement: Any = shard.placements[axis]
@@ -55,20 +56,12 @@ def own_block(whole: torch.Tensor, shard: DTensor) -> torch.Tensor:
     return block_of(whole, shard, coordinate)
 
 
-def first_copies(shard: DTensor) -> Iterator[tuple[int, tuple[int, ...]]]:
+def first_copies(shard: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Ranks (with their coordinates) that hold the blocks of rank 0's column; of equal blocks, the first. Rank 0 leads.
 
     Nothing on ranks whose mesh rank 0 is not in: they hold copies.
     """
-    mesh = shard.device_mesh
-    ranks = mesh.mesh.flatten().tolist()
-    if 0 in ranks:
-        for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True):
-            copied = [
-                at for at, placement in zip(coordinate, shard.placements, strict=True) if placement.is_replicate()
-            ]
-            if not any(copied):
-                yield rank, coordinate
+    return _first_copies(shard.device_mesh, shard.placements)
 
 
 def is_first_copy(shard: DTensor) -> bool:
@@ -76,14 +69,26 @@ def is_first_copy(shard: DTensor) -> bool:
     return any(rank == dist.get_rank() for rank, _ in first_copies(shard))
 
 
-def _check_placements(shard: DTensor) -> None:
+# Cached: a model has thousands of tensors and two or three ways to place them.
+@lru_cache
+def _first_copies(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    ranks = mesh.mesh.flatten().tolist()
+    if 0 not in ranks:
+        return ()
+    places = zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True)
+    copied = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
+    return tuple((rank, at) for rank, at in places if not any(at[axis] for axis in copied))
+
+
+@lru_cache
+def _check_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     data: Any
     tensor: Any
-    data, tensor = (*shard.placements, None)[:2]
-    rows_divided = shard.device_mesh.size(1) if isinstance(tensor, Shard) and tensor.dim == 0 else 1
+    data, tensor = (*placements, None)[:2]
+    rows_divided = mesh.size(1) if isinstance(tensor, Shard) and tensor.dim == 0 else 1
     split_factor = data.split_factor if isinstance(data, _StridedShard) else 1
     is_known = (
-        shard.device_mesh.ndim <= 2
+        mesh.ndim <= 2
         and (tensor is None or isinstance(tensor, Replicate | Shard | _StridedShard))
         and not (isinstance(tensor, _StridedShard) and tensor.dim == 0)
         and (
@@ -96,7 +101,7 @@ def _check_placements(shard: DTensor) -> None:
         )
     )
     if not is_known:
-        raise NotImplementedError(f"a tensor that is placed as {shard.placements} on {shard.device_mesh}")
+        raise NotImplementedError(f"a tensor that is placed as {placements} on {mesh}")
 
 
 def _chunk(whole: torch.Tensor, dim: int, index: int, num_chunks: int) -> torch.Tensor:
