@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from nemo_rl.data.chat import EncodedPrompt
+from nemo_rl.data.image_files import read_image, to_data_uri
 from nemo_rl.data.vision import VisionProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -52,18 +53,14 @@ class PromptLoader:
         return len(self._prompts) // self._batch_size
 
     def next_batch(self) -> BatchedDataDict:
-        """See `collate_prompts`; with pictures also the list `multimodal`, see `VisionProcessor.tensors`."""
+        """See `collate_prompts`; for training."""
         start = self._position * self._batch_size
         indices = self._order[start : start + self._batch_size]
         self._position += 1
         if self._position == self.num_batches_per_epoch:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._make_order()
-        prompts = [self._prompts[i] for i in indices]
-        batch = collate_prompts(prompts, self._pad_token_id, self._vision)
-        if self._vision is not None:
-            batch["multimodal"] = [self._vision.tensors(prompt.images) for prompt in prompts]
-        return batch
+        return collate_prompts([self._prompts[i] for i in indices], self._pad_token_id, self._vision, for_training=True)
 
     def _make_order(self) -> list[int]:
         order = list(range(len(self._prompts)))
@@ -73,11 +70,16 @@ class PromptLoader:
 
 
 def collate_prompts(
-    prompts: Sequence[EncodedPrompt], pad_token_id: int, vision: VisionProcessor | None = None
+    prompts: Sequence[EncodedPrompt],
+    pad_token_id: int,
+    vision: VisionProcessor | None = None,
+    *,
+    for_training: bool = False,
 ) -> BatchedDataDict:
     """`input_ids [batch, prompt_len]` int64, right-padded; `input_lengths [batch]` int64; lists `prompt`, `reference`.
 
-    With `vision` also the list `images`: the data URIs of each prompt, of some none.
+    With `vision` also the list `images`: the data URIs of each prompt, of some none; and `for_training` the list
+    `multimodal`: see `VisionProcessor.tensors`.
     """
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.full((len(prompts), max(lengths, default=0)), pad_token_id, dtype=torch.long)
@@ -90,5 +92,13 @@ def collate_prompts(
         reference=[prompt.reference for prompt in prompts],
     )
     if vision is not None:
-        batch["images"] = [vision.data_uris(prompt.images) for prompt in prompts]
+        batch["images"], tensors = [], []
+        for prompt in prompts:
+            # Decoded once for both ends, and not kept.
+            images = [read_image(image) for image in prompt.images]
+            batch["images"].append([to_data_uri(image) for image in images])
+            if for_training:
+                tensors.append(vision.tensors(images))
+        if for_training:
+            batch["multimodal"] = tensors
     return batch

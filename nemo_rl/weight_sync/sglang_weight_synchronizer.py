@@ -111,10 +111,8 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
     def shutdown(self) -> None:
         try:
             self._policy.disconnect_sglang_rollout_engines_distributed(timeout_s=_LEAVE_TIMEOUT_S)
-        except (
-            TransferError,
-            TimeoutError,
-        ) as error:  # one that was lost since the last refit is no reason to fail a run that is done
+        except (TransferError, TimeoutError) as error:
+            # An engine that was lost since the last refit is no reason to fail a run that is done.
             logger.warning("%s", error)
 
     def _send_until_done(self, timer: Timer, version: int) -> None:

@@ -16,8 +16,6 @@ from nemo_rl.models.policy.export_plan import ExportPlan
 
 EXPORT_BUCKET_BYTES = 2**28
 """Gathered at once for a folder on disk."""
-_PROCESSOR_TEMPLATE = "chat_template.json"
-"""Of the processor alone, before the one that tokenizers have: without it pictures may have no place in a message."""
 
 
 @torch.no_grad()
@@ -53,6 +51,6 @@ def export_hf(
 
 def copy_processor(source: str, folder: str) -> None:
     """Copy what turns pictures into tokens, where the model has it."""
-    for name in (*PROCESSOR_FILES, _PROCESSOR_TEMPLATE):
+    for name in PROCESSOR_FILES:
         if (Path(source) / name).is_file():
             shutil.copy(Path(source) / name, folder)
