@@ -50,6 +50,10 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         # A run has one size and uses its memory again.
         self._buffers = None if bucket_bytes is None else self._kept.get(bucket_bytes)
 
+    def prepare_weight_update(self, *, buffer_size_bytes: int, **others: Any) -> None:
+        if self.path == "this":
+            super().prepare_weight_update(buffer_size_bytes=self.bucket_bytes or buffer_size_bytes, **others)
+
     def update_weights_to_sglang_distributed(
         self, *, rollout_engines: Sequence[Receiver], buffer_size_bytes: int, **others: Any
     ) -> RefitStats:

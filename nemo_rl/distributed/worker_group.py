@@ -71,6 +71,19 @@ class RayWorkerGroup:
         self._await(method, refs, timeout_s)
         return ray.get(refs)
 
+    def start(self, method: str, **kwargs: Any) -> None:
+        """Call `method` on every rank and do not wait: the next `run` waits for it too, since ranks go one call at a time.
+
+        What it raises is lost.
+
+        Raises:
+            WorkerGroupError: the group has ended.
+        """
+        if not self._workers:
+            raise WorkerGroupError(f"{self.name}: the ranks have ended")
+        for worker in self._workers:
+            getattr(worker, method).remote(**kwargs)
+
     def ready(self, *, timeout_s: float) -> None:
         """Wait for every constructor."""
         self.run("__ray_ready__", timeout_s=timeout_s)

@@ -138,7 +138,12 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
     def _refit(self, timer: Timer, deadline: Deadline, version: int) -> None:
         if self._generation.num_new_engines or not self._connected:
             self._connect(deadline)
+        ticket = None
         with timer.span("refit"):
+            if self._version:  # the first one is proven, and begins with other weights
+                ticket = self._policy.prepare_weight_update(
+                    buffer_size_bytes=self._buffer_size_bytes, timeout_s=deadline.require("refit")
+                )
             self._generation.pause(deadline)
             if self._generation.num_new_engines:  # one was found dead until just now: NCCL would wait for it
                 self._connect(deadline)
@@ -148,7 +153,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
                 self._proof.check_reach(deadline)
         start_s = time.perf_counter()
         with timer.span("refit"):
-            self._last_stats = self._transfer(deadline)
+            self._last_stats = self._transfer(deadline, ticket=ticket)
         self._last_seconds = time.perf_counter() - start_s
         with timer.span("refit_verify"):
             self._proof.finish(deadline)
@@ -185,7 +190,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
         self._generation.clear_updatable_num_new_engines()
         self._connected = True
 
-    def _transfer(self, deadline: Deadline, *, negated: bool = False) -> RefitStats:
+    def _transfer(self, deadline: Deadline, *, negated: bool = False, ticket: str | None = None) -> RefitStats:
         self._in_session = True
         self._generation.begin_weight_update(deadline)
         stats = self._policy.update_weights_to_sglang_distributed(
@@ -193,6 +198,7 @@ class SGLangDisaggregatedWeightSynchronizer(WeightSynchronizer):
             buffer_size_bytes=self._buffer_size_bytes,
             target_precision="bf16" if self._policy.cfg.precision == "bfloat16" else "fp32",
             negated=negated,
+            ticket=ticket,
             timeout_s=deadline.require("refit"),
         )
         self._generation.end_weight_update(deadline)

@@ -129,6 +129,10 @@ class FaultyTrainer(DTensorPolicyWorkerV2):
     def resident_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
 
+    def prepare_weight_update(self, **arguments: Any) -> None:
+        if self._fault is None:
+            super().prepare_weight_update(**arguments)
+
     def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:
         fault, self._fault = self._fault, None
         if fault is None:

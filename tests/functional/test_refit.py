@@ -92,6 +92,18 @@ def test_a_refit_equals_loading_the_exported_folder_bit_by_bit(stack: Participan
     AutoModelForCausalLM.from_pretrained(tmp_path / "w1")
 
 
+def test_what_was_gathered_for_a_refit_that_came_to_nothing_is_not_sent_later(
+    stack: Participants, tmp_path: Path
+) -> None:
+    stack.policy.prepare_weight_update(buffer_size_bytes=stack.synchronizer._buffer_size_bytes)
+    train(stack)
+    stack.synchronizer.sync_weights()
+    sent = checksums(stack)
+    stack.policy.export_hf(str(tmp_path / "trained"))
+    stack.generation.update_weights_from_disk(str(tmp_path / "trained"), Deadline(60))
+    assert checksums(stack) == sent
+
+
 def prepare_original() -> Path:
     from nemo_rl.models.model_source import resolve_model
 

@@ -1,14 +1,13 @@
 """A refit in the trainer: every rank makes bucket after bucket, rank 0 sends them."""
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from nemo_rl.distributed.weight_transfer.buckets import NamedTensor
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.rank_exchange import Outcome, RankExchange, as_transfer_error, settle
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
-from nemo_rl.distributed.weight_transfer.sender import BucketSender, PreparedBucket, RefitStats
+from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 
 _RAISED_S = 2.0
 """How long a rank that cannot walk on waits to hear from the others, before its error ends them all."""
@@ -60,18 +59,12 @@ def broadcast_hf_buckets_via_distributed_impl(
 
 
 def _walk(bucket_iterator: Iterable[list[NamedTensor]], sender: BucketSender | None) -> Exception | None:
-    """Walk to the end; returns why sending stopped."""
-    if sender is None:
-        for _ in bucket_iterator:
-            pass
-        return None
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit") as pool:
-        try:
-            failure = _send_beside(bucket_iterator, sender, pool)
-        except Exception:  # the pool would wait for a send that nobody ends; raised again
-            sender.abandon()
-            raise
-    if failure is None:
+    """Walk to the end; returns why sending stopped. A bucket is made while the one before is under way."""
+    failure: Exception | None = None
+    for bucket in bucket_iterator:
+        if sender is not None and failure is None:
+            failure = _send(sender, bucket)
+    if sender is not None and failure is None:
         try:
             sender.finish()
         except TransferError as error:
@@ -79,34 +72,11 @@ def _walk(bucket_iterator: Iterable[list[NamedTensor]], sender: BucketSender | N
     return failure
 
 
-def _send_beside(
-    bucket_iterator: Iterable[list[NamedTensor]], sender: BucketSender, pool: ThreadPoolExecutor
-) -> Exception | None:
-    """The iterator makes the next bucket here while the pool's thread sends the last one."""
-    failure: Exception | None = None
-    under_way: Future[Exception | None] | None = None
-    for bucket in bucket_iterator:
-        prepared = None if failure is not None else _prepare(sender, bucket)
-        if under_way is not None:
-            failure, under_way = under_way.result(), None
-        if failure is None and isinstance(prepared, Exception):
-            failure = prepared
-        if failure is None and isinstance(prepared, PreparedBucket):
-            under_way = pool.submit(_send, sender, prepared)
-    return failure if under_way is None else under_way.result()
-
-
-def _prepare(sender: BucketSender, bucket: list[NamedTensor]) -> PreparedBucket | Exception:
+def _send(sender: BucketSender, bucket: list[NamedTensor]) -> Exception | None:
     try:
-        return sender.prepare(bucket)
+        sender.send(sender.prepare(bucket))
     except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
-        return error.with_traceback(None)
-
-
-def _send(sender: BucketSender, bucket: PreparedBucket) -> Exception | None:
-    try:
-        sender.send(bucket)
-    except Exception as error:  # noqa: BLE001 whatever it is, the other ranks' next gather needs this rank
+        # The memory of what is under way is written again from now on.
         sender.abandon()
         # Its frames hold the bucket.
         return error.with_traceback(None)

@@ -109,11 +109,20 @@ def make_header(index: int, bucket: list[NamedTensor], *, flattened: bool) -> Bu
 
 def flatten_bucket(bucket: list[NamedTensor]) -> torch.Tensor:
     """The tensors' bytes one behind the other, without padding: uint8 `[bytes]`. Copies nothing that lies so already."""
-    parts = [tensor.contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    storage = parts[0].untyped_storage()
-    in_a_row = all(part.data_ptr() == end for part, end in zip(parts[1:], ends, strict=False))
-    if in_a_row and all(part.untyped_storage().data_ptr() == storage.data_ptr() for part in parts):
-        flat = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
-        return flat.set_(storage, parts[0].storage_offset(), (sum(part.nbytes for part in parts),), (1,))
-    return torch.cat(parts)
+    tensors = [tensor for _, tensor in bucket]
+    first, num_bytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
+    storage = first.untyped_storage()
+    start = first.data_ptr()
+    if _lie_in_a_row(tensors) and start + num_bytes <= storage.data_ptr() + storage.nbytes():
+        flat = torch.empty(0, dtype=torch.uint8, device=first.device)
+        return flat.set_(storage, start - storage.data_ptr(), (num_bytes,), (1,))
+    return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
+
+
+def _lie_in_a_row(tensors: Iterable[torch.Tensor]) -> bool:
+    end: int | None = None
+    for tensor in tensors:
+        if not tensor.is_contiguous() or (end is not None and tensor.data_ptr() != end):
+            return False
+        end = tensor.data_ptr() + tensor.nbytes
+    return True

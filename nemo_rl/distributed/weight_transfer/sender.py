@@ -1,6 +1,6 @@
 """The sender's end of the wire: one bucket at a time to every engine, and all that an engine may do to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from threading import Lock
@@ -57,11 +57,19 @@ class _Announcement:
         return [answer for answer in self.answers if not answer.done()]
 
 
+@dataclass(frozen=True)
+class _Sending:
+    """The bucket that was broadcast last, which may have arrived."""
+
+    header: BucketHeader
+    sent: Future[None]
+
+
 class BucketSender:
     """Sends what the manifest holds, bucket by bucket, to every engine of one weight-update group.
 
     A bucket is announced as soon as the one before has been received, while engines load that one; so the answers to two
-    may be outstanding.
+    may be outstanding. Not sooner: of two announcements that are under way an engine may see the second first.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class BucketSender:
         self._deadline = deadline
         self._flattened = all(engine.takes_flattened for engine in engines)
         self._outstanding: list[_Announcement] = []
+        self._sending: _Sending | None = None
         self._abandoned = False
         self._num_prepared = 0
         self._timeline = timeline or Timeline(torch.device("cpu"))
@@ -100,13 +109,16 @@ class BucketSender:
         return PreparedBucket(header, payload, sum(tensor.nbytes for tensor in payload), event_now(payload[0]))
 
     def send(self, bucket: PreparedBucket) -> None:
-        """Announce and broadcast; return when every engine has the bytes. Whether it loads them is heard later.
+        """When every engine has the bucket before, announce this one and start to broadcast it.
+
+        Whether it arrives and is loaded is heard later: in the next call, or in `finish`.
 
         Raises:
-            TransferError: an engine refused a bucket, failed while loading one, or did not answer in time.
+            TransferError: an engine refused a bucket, failed while loading one, or did not answer in time; or the broadcast
+                of the one before broke off.
         """
         header = bucket.header
-        self._await(None, max_outstanding=1)
+        self._await(max_outstanding=1)
         left_s = self._deadline.remaining_s()
         if not left_s:
             raise self._failure(header, f"{header.describe()}: not sent within {self._deadline.timeout_s:g} s")
@@ -116,10 +128,8 @@ class BucketSender:
             wait(answers, timeout=_REFUSE_S, return_when=FIRST_EXCEPTION)
             self._raise_refusal()
         sent = self._group.send(bucket.payload, left_s + _ARRIVE_S, bucket.ready)
-        self._await((header, sent), max_outstanding=2)
-        end_s = self._timeline.now_s()
-        self._timeline.add("broadcast", header.index, start_s, end_s)
-        _when_all_done(answers, lambda: self._timeline.add("load", header.index, end_s, self._timeline.now_s()))
+        self._sending = _Sending(header, sent)
+        _add_spans(self._timeline, header.index, start_s, sent, answers)
         self._sent += header.names
         self.stats = RefitStats(
             num_bytes=self.stats.num_bytes + bucket.num_bytes,
@@ -134,7 +144,7 @@ class BucketSender:
             ManifestError: something planned has not been sent, or twice.
             TransferError: as `send`.
         """
-        self._await(None, max_outstanding=0)
+        self._await(max_outstanding=0)
         self._manifest.check_complete(self._sent)
 
     def spans(self) -> tuple[Span, ...]:
@@ -152,8 +162,8 @@ class BucketSender:
         self._outstanding.append(_Announcement(header, answers))
         return list(answers)
 
-    def _await(self, sending: tuple[BucketHeader, Future[None]] | None, max_outstanding: int) -> None:
-        """Wait for a broadcast to end, and until so many buckets at most are not loaded.
+    def _await(self, *, max_outstanding: int) -> None:
+        """Wait until the last broadcast has ended, and so many buckets at most are not loaded.
 
         An engine that refuses before it has received leaves the broadcast without end: all is watched at once.
         """
@@ -162,20 +172,20 @@ class BucketSender:
             outstanding = [announcement for announcement in self._outstanding if announcement.pending()]
             self._raise_refusal()
             self._outstanding = outstanding
-            if sending is not None and sending[1].done():
-                self._raise_broken(*sending)
-                sending = None
-            if sending is None and len(self._outstanding) <= max_outstanding:
+            if self._sending is not None and self._sending.sent.done():
+                self._raise_broken(self._sending)
+                self._sending = None
+            if self._sending is None and len(self._outstanding) <= max_outstanding:
                 return
             answers = [answer for announcement in self._outstanding for answer in announcement.pending()]
             limit_s = self._deadline.remaining_s()
             done, _ = wait(
-                [*answers, sending[1]] if sending is not None else answers,
+                [*answers, self._sending.sent] if self._sending is not None else answers,
                 timeout=limit_s if answers else min(_ARRIVE_S, limit_s),
                 return_when=FIRST_COMPLETED,
             )
             if not done:
-                self._raise_late(sending)
+                self._raise_late()
 
     def _raise_refusal(self) -> None:
         for announcement in self._outstanding:
@@ -184,23 +194,24 @@ class BucketSender:
                     what = f"{engine.name} failed at {announcement.header.describe()}: {error}"
                     raise self._failure(announcement.header, what, engine.name, str(error)) from error
 
-    def _raise_broken(self, header: BucketHeader, sent: Future[None]) -> None:
+    def _raise_broken(self, sending: _Sending) -> None:
         """If the broadcast broke off; an engine may say why."""
-        if (error := sent.exception()) is None:
+        if (error := sending.sent.exception()) is None:
             return
         answers = [answer for announcement in self._outstanding for answer in announcement.pending()]
         wait(answers, timeout=min(_SAY_WHY_S, self._deadline.remaining_s()), return_when=FIRST_EXCEPTION)
         self._raise_refusal()
-        raise self._failure(header, f"the broadcast of {header.describe()} broke off: {error}") from error
+        what = f"the broadcast of {sending.header.describe()} broke off: {error}"
+        raise self._failure(sending.header, what) from error
 
-    def _raise_late(self, sending: tuple[BucketHeader, Future[None]] | None) -> None:
+    def _raise_late(self) -> None:
         for announcement in self._outstanding:
             header, late = announcement.header, [announcement.answers[answer].name for answer in announcement.pending()]
             if late:
                 what = f"{', '.join(late)} did not answer for {header.describe()} within {self._deadline.timeout_s:g} s"
                 raise self._failure(header, what, late[0] if len(late) == 1 else None)
-        if sending is not None:
-            header = sending[0]
+        if self._sending is not None:
+            header = self._sending.header
             what = f"every engine says that it has loaded {header.describe()}, yet the broadcast is not done"
             raise self._failure(header, what)
 
@@ -212,10 +223,16 @@ class BucketSender:
         return TransferError(what, facts).touching(self.announced)
 
 
-def _when_all_done(answers: Sequence[Future[None]], action: Callable[[], None]) -> None:
-    """Call `action` once, on the thread that sees the last answer."""
-    left = len(answers)
-    lock = Lock()
+def _add_spans(
+    timeline: Timeline, bucket: int, start_s: float, sent: Future[None], answers: Sequence[Future[None]]
+) -> None:
+    """Of one bucket, on the threads that see the end of the broadcast and the last answer."""
+    left, lock, arrived_s = len(answers) + 1, Lock(), start_s
+
+    def add_broadcast(_: Future[None]) -> None:
+        nonlocal arrived_s
+        arrived_s = timeline.now_s()
+        timeline.add("broadcast", bucket, start_s, arrived_s)
 
     def count(_: Future[None]) -> None:
         nonlocal left
@@ -223,7 +240,8 @@ def _when_all_done(answers: Sequence[Future[None]], action: Callable[[], None]) 
             left -= 1
             is_last = left == 0
         if is_last:
-            action()
+            timeline.add("load", bucket, arrived_s, timeline.now_s())
 
-    for answer in answers:
-        answer.add_done_callback(count)
+    sent.add_done_callback(add_broadcast)
+    for future in (sent, *answers):
+        future.add_done_callback(count)

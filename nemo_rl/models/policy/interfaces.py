@@ -92,6 +92,10 @@ class PolicyInterface(ABC):
         """
 
     @abstractmethod
+    def prepare_weight_update(self, *, buffer_size_bytes: int, timeout_s: float | None = None) -> str:
+        """Have every rank gather the first bucket; returns at once, with the ticket to go on from there."""
+
+    @abstractmethod
     def update_weights_to_sglang_distributed(
         self,
         *,
@@ -101,11 +105,13 @@ class PolicyInterface(ABC):
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
         negated: bool = False,
+        ticket: str | None = None,
         timeout_s: float | None = None,
     ) -> RefitStats:
         """Send every weight to every engine. Called on every trainer rank; every rank raises or none does.
 
-        `negated` sends -x for each weight x, to see what of the engines the weights reach.
+        `negated` sends -x for each weight x, to see what of the engines the weights reach. `ticket`: of
+        `prepare_weight_update`, when no weight has changed since.
 
         `rollout_engine_lock` is part of the ecosystem's signature: here the driver alone calls, so None will do.
         """

@@ -126,6 +126,16 @@ class Policy(PolicyInterface):
             group_name=self._group_name,
         )
 
+    def prepare_weight_update(self, *, buffer_size_bytes: int, timeout_s: float | None = None) -> str:
+        ticket = uuid.uuid4().hex
+        self.workers.start(
+            "prepare_weight_update",
+            ticket=ticket,
+            buffer_size_bytes=buffer_size_bytes,
+            limit_s=_ranks_limit_s(timeout_s),
+        )
+        return ticket
+
     def update_weights_to_sglang_distributed(
         self,
         *,
@@ -135,6 +145,7 @@ class Policy(PolicyInterface):
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
         negated: bool = False,
+        ticket: str | None = None,
         timeout_s: float | None = None,
     ) -> RefitStats:
         stats: list[RefitStats] = self.workers.run(
@@ -147,6 +158,7 @@ class Policy(PolicyInterface):
             target_precision=target_precision,
             sglang_quantization_cfg=sglang_quantization_cfg,
             negated=negated,
+            ticket=ticket,
         )
         return stats[0]
 

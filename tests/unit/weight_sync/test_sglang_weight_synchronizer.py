@@ -80,6 +80,10 @@ class FakePolicy(PolicyInterface):
         if self.connect_failures:
             raise self.connect_failures.pop(0)
 
+    def prepare_weight_update(self, *, buffer_size_bytes: int, timeout_s: float | None = None) -> str:
+        self.events.append("prepare")
+        return "ticket"
+
     def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:  # type: ignore[override]
         self.events.append("send negated" if arguments["negated"] else "send")
         self.sent.append(arguments)
@@ -271,7 +275,8 @@ def test_first_refit_then_the_next(policy: FakePolicy, generation: FakeGeneratio
     synchronizer.mark_stale()
     assert synchronizer.is_stale
     synchronizer.sync_weights()
-    assert events == ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
+    assert events == ["prepare", "pause", "begin", "send", "end", "checksums", "version 2", "resume"]
+    assert [sent["ticket"] for sent in policy.sent] == [None, None, "ticket"]
     metrics = synchronizer.metrics()
     assert metrics.pop("refit/megabytes_per_s") > 0
     assert metrics == {
@@ -296,7 +301,7 @@ def test_a_failed_transfer_ends_the_session_but_does_not_resume(
     policy.failure = TransferError("engine 1 failed at bucket 2")
     with pytest.raises(TransferError, match="engine 1 failed at bucket 2"):
         synchronizer.sync_weights()
-    assert events == ["pause", "begin", "send", "end"]
+    assert events == ["prepare", "pause", "begin", "send", "end"]
     assert synchronizer.is_stale
     assert generation.versions == [1, 1]
     policy.failure = None
@@ -441,7 +446,7 @@ def test_what_each_level_of_proof_asks(
     events.clear()
     generation.digests = [W1] * num_engines
     synchronizer.sync_weights()
-    assert events == ["pause", "begin", "send", "end", *after_first, "version 2", "resume"]
+    assert events == ["prepare", "pause", "begin", "send", "end", *after_first, "version 2", "resume"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -598,8 +603,8 @@ def test_failed_engines_are_replaced_and_all_is_sent_again(
     synchronizer.sync_weights()
     failed = ["engine 0", "engine 1"] if isinstance(failure, TransferError) else ["engine 1"]
     recovery = [*(f"quarantine {name}" for name in failed), "end", f"replace {len(failed)}", "connect [1, 1]"]
-    again = ["pause", "begin", "send", "end", "checksums", "version 2", "resume"]
-    assert events == ["pause", "begin", "send", *recovery, *again]
+    again = ["prepare", "pause", "begin", "send", "end", "checksums", "version 2", "resume"]
+    assert events == ["prepare", "pause", "begin", "send", *recovery, *again]
     assert not synchronizer.is_stale
     assert synchronizer.version == 2
     assert synchronizer.metrics()["refit/recoveries"] == 1
@@ -613,7 +618,7 @@ def test_an_engine_that_refuses_to_begin_leaves_no_session_open_on_the_others(
     events.clear()
     tolerant.failures = {"begin": EnginesFailedError({"engine 1": "no"})}
     synchronizer.sync_weights()
-    assert events[:5] == ["pause", "begin", "quarantine engine 1", "end", "replace 1"]
+    assert events[:6] == ["prepare", "pause", "begin", "quarantine engine 1", "end", "replace 1"]
     assert synchronizer.version == 2
 
 
@@ -665,7 +670,7 @@ def test_engines_that_died_between_refits_are_replaced_first(
     events.clear()
     tolerant.failed_engines = {"engine 1": "nobody listens"}
     synchronizer.sync_weights()
-    assert events[:3] == ["replace 1", "connect [1, 1]", "pause"]
+    assert events[:4] == ["replace 1", "connect [1, 1]", "prepare", "pause"]
     assert synchronizer.version == 2
 
 
@@ -734,7 +739,7 @@ def test_an_engine_lost_while_the_others_were_about_to_be_paused_is_not_in_the_g
     events.clear()
     tolerant.lost_before_pause = 1
     synchronizer.sync_weights()
-    assert events[:4] == ["pause", "connect [1]", "begin", "send"]
+    assert events[:5] == ["prepare", "pause", "connect [1]", "begin", "send"]
     assert [receiver.name for receiver in policy.sent[-1]["rollout_engines"]] == ["engine 0"]
 
 

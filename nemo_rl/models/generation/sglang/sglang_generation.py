@@ -150,8 +150,7 @@ class SGLangGeneration(UpdatableGeneration):
     def pause(self, deadline: Deadline) -> None:
         """See `UpdatableGeneration`."""
         self._fleet.suspend()
-        self._on_all("pause_generation", deadline, mode=self._server_cfg.pause_generation_mode)
-        self._on_all("invalidate_kv_cache", deadline)
+        self._on_all("pause_and_flush", deadline, mode=self._server_cfg.pause_generation_mode)
 
     def begin_weight_update(self, deadline: Deadline) -> None:
         self._on_all("begin_weight_update", deadline)

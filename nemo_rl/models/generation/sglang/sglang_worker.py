@@ -205,6 +205,11 @@ class SGLangGenerationWorker:
         """Flush the cache; the engine must be idle or paused."""
         self._require_client().post("/flush_cache", {}, timeout_s)
 
+    def pause_and_flush(self, mode: str, timeout_s: float | None = None) -> None:
+        """`pause_generation` and `invalidate_kv_cache` in one call."""
+        self.pause_generation(mode, timeout_s)
+        self.invalidate_kv_cache(timeout_s)
+
     def check_weights(self, action: str, timeout_s: float | None = None) -> dict[str, str]:
         """`checksum`: digest of every parameter, by `rank/name`; `snapshot`, `compare`, `reset_tensors`: no digests."""
         if action == "checksum":

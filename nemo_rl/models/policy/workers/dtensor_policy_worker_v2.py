@@ -15,12 +15,7 @@ from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.gpus import assigned_gpus, own_gpu
 from nemo_rl.distributed.weight_transfer.broadcast import broadcast_hf_buckets_via_distributed_impl
-from nemo_rl.distributed.weight_transfer.buckets import (
-    BucketLayout,
-    FlatBuffers,
-    bucket_layouts,
-    iter_named_tensor_buckets,
-)
+from nemo_rl.distributed.weight_transfer.buckets import BucketLayout, FlatBuffers, bucket_layouts
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup, default_backend
@@ -38,6 +33,7 @@ from nemo_rl.models.policy.hf_folder import copy_processor, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lora import adapters_off
 from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
+from nemo_rl.models.policy.refit_walk import RefitWalk
 from nemo_rl.models.policy.shards import DP_AXIS, make_mesh
 from nemo_rl.models.policy.train_step import compute_logprobs, make_optimizer, make_scheduler, train_on_batch
 from nemo_rl.models.policy.utils import (
@@ -112,6 +108,8 @@ class DTensorPolicyWorkerV2:
         self._engines: Sequence[Receiver] = ()
         self._update_group: WeightUpdateGroup | None = None
         self._buffers: FlatBuffers | None = None
+        self._prepared: tuple[str, RefitWalk] | None = None
+        """And its ticket."""
         self._engines_hold_frozen = False
         """Whether every engine of the group has had all weights, those that training leaves alone too."""
         self.tokenizer_folder = tokenizer_folder
@@ -229,8 +227,20 @@ class DTensorPolicyWorkerV2:
                 deadline=deadline,
             )
 
-        self._engines_hold_frozen = False
+        self._engines_hold_frozen, self._prepared = False, None
         self._update_group = on_rank0(connect, self._exchange, deadline)
+
+    def prepare_weight_update(
+        self, *, ticket: str, buffer_size_bytes: int, negated: bool = False, limit_s: float | None = None
+    ) -> None:
+        """Gather the first bucket, which needs no engine: they may still be generating.
+
+        `update_weights_to_sglang_distributed` goes on from there when it is given this ticket, the same size and `negated`.
+        """
+        try:
+            self._prepared = ticket, self._begin_refit(buffer_size_bytes, negated, self._deadline(limit_s))
+        except TransferError as error:  # on every rank; the refit begins anew, and raises what is wrong
+            logger.warning("%s", error)
 
     def update_weights_to_sglang_distributed(
         self,
@@ -241,6 +251,7 @@ class DTensorPolicyWorkerV2:
         target_precision: str = "bf16",
         sglang_quantization_cfg: Mapping[str, Any] | None = None,
         negated: bool = False,
+        ticket: str | None = None,
         limit_s: float | None = None,
     ) -> RefitStats:
         """Gather every weight, bucket by bucket; rank 0 sends each bucket to every engine.
@@ -248,6 +259,7 @@ class DTensorPolicyWorkerV2:
         From the second refit of a group on, tensors that are made of frozen parameters alone are left out.
 
         Args:
+            ticket: of a `prepare_weight_update` since when no weight has changed.
             limit_s: what is left of the caller's deadline; None: `refit_timeout_s`.
 
         Raises:
@@ -258,26 +270,18 @@ class DTensorPolicyWorkerV2:
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
         deadline = self._deadline(limit_s)
-        frozen = self._frozen_names() if self._engines_hold_frozen else set()
-        plan = self.export_plan.without(frozen) if frozen else self.export_plan
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == ticket and prepared[1].matches(buffer_size_bytes, negated):
+            walk = prepared[1]
+        else:
+            del prepared
+            walk = self._begin_refit(buffer_size_bytes, negated, deadline)
         self._engines_hold_frozen = False
-        layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
-        buffers = on_rank0(lambda: self._prepare_refit(layouts), self._exchange, deadline)
-        timeline = Timeline(self.device)
-        group = self._update_group
-        sender = BucketSender(rollout_engines, group, plan.manifest, deadline, timeline) if group is not None else None
-        tensors = dtensor_params_generator(
-            self.model,
-            plan,
-            layouts=layouts,
-            buffers=buffers,
-            device=self.device,
-            negated=negated,
-            timeline=timeline,
-        )
+        group, manifest = self._update_group, walk.manifest
+        sender = BucketSender(rollout_engines, group, manifest, deadline, walk.timeline) if group is not None else None
         try:
             stats = broadcast_hf_buckets_via_distributed_impl(
-                bucket_iterator=iter_named_tensor_buckets(tensors, buffer_size_bytes, plan.manifest),
+                bucket_iterator=walk,
                 rollout_engines=rollout_engines,
                 sender=sender,
                 exchange=self._exchange,
@@ -306,7 +310,25 @@ class DTensorPolicyWorkerV2:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _prepare_refit(self, layouts: Sequence[BucketLayout]) -> FlatBuffers:
+    def _begin_refit(self, buffer_size_bytes: int, negated: bool, deadline: Deadline) -> RefitWalk:
+        """Up to the first bucket. Raises TransferError on every rank; what a gather raises, the walk raises."""
+        frozen = self._frozen_names() if self._engines_hold_frozen else set()
+        plan = self.export_plan.without(frozen) if frozen else self.export_plan
+        layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
+        buffers = on_rank0(lambda: self._refit_buffers(layouts), self._exchange, deadline)
+        timeline = Timeline(self.device)
+        tensors = dtensor_params_generator(
+            self.model,
+            plan,
+            layouts=layouts,
+            buffers=buffers,
+            device=self.device,
+            negated=negated,
+            timeline=timeline,
+        )
+        return RefitWalk(tensors, plan.manifest, timeline, buffer_size_bytes=buffer_size_bytes, negated=negated)
+
+    def _refit_buffers(self, layouts: Sequence[BucketLayout]) -> FlatBuffers:
         """Whatever may fail on rank 0 before the first gather."""
         if self._update_group is None:
             raise TransferError(

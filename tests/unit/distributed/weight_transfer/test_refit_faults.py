@@ -259,9 +259,9 @@ def test_an_engine_in_mid_payload_receives_it_to_the_end_and_is_free(processes: 
     large = [("large", torch.ones(25_000_000))]
     group, start_s = connect([healthy, faulty]), time.monotonic()
     sender = BucketSender([healthy, faulty], group, manifest_of(large), Deadline(30))
-    bucket = sender.prepare(large)
+    sender.send(sender.prepare(large))
     with pytest.raises(TransferError, match="faulty failed at bucket 0"):
-        sender.send(bucket)
+        sender.finish()
     sender.abandon()
     assert healthy.call("ready") is None
     assert time.monotonic() - start_s < 5.0
