@@ -5,10 +5,10 @@
 
 In one run, each figure a median of five: (a) one raw broadcast of as many bytes over the weight-update group; (b) the usual
 path: a gather to all ranks and a broadcast per tensor, an announcement per bucket, one thing after the other; (c) this
-path at several bucket sizes; (d) the gathers alone; (e) the engine alone: told, loading, answering, without (a). (b) and (c) are whole refits as the
-loop makes them, from the pause to the resume, without the proof. Then weights are moved, sent, and every checksum of the
-engines is compared with those after a load of the trainer's exported folder. Writes a table, refit.json, refit.png and
-trace.json.
+path at several bucket sizes; (d) the gathers alone; (e) the engine alone: told, loading, answering, without (a). (b) and
+(c) are whole refits as the loop makes them, from the pause to the resume, without the proof. On GPUs, also the memory that
+a refit takes on each rank. Then weights are moved, sent, and every checksum of the engines is compared with those after a
+load of the trainer's exported folder. Writes a table, refit.json, refit.png and trace.json.
 """
 
 import argparse
@@ -129,7 +129,7 @@ class Bench:
         }
         medians = {name: median(seconds) for name, seconds in series.items()}
         this_s = median(whole_s for whole_s, _ in refits[best])
-        return {
+        report: Report = {
             "machine": describe_machine(),
             "software": {name: version(name) for name in ("torch", "transformers", "sglang")},
             "bytes": stats.num_bytes,
@@ -151,8 +151,11 @@ class Bench:
                 "usual_over_refit": medians["usual_s"] / this_s,
                 "serial_over_refit": medians["serial_s"] / this_s,
             },
-            "peak_bytes": self.policy.workers.run("peak_bytes", timeout_s=TIMEOUT_S),
         }
+        # After all that is timed: buffers are freed for it.
+        for entry in report["refit"]:
+            entry |= self.memory(entry["bucket_bytes"])
+        return report
 
     def interleaved(self, measures: dict[Any, Callable[[], "Measured"]]) -> dict[Any, list["Measured"]]:
         """Each as often, in turn, so that a busy minute does not hit one alone; the first round does not count."""
@@ -180,6 +183,15 @@ class Bench:
 
     def gather(self, bucket_bytes: int) -> "Measured":
         return max(self.policy.workers.run("gather_s", timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes)), ()
+
+    def memory(self, bucket_bytes: int) -> Report:
+        """What one refit takes on each rank's GPU, and the most that it may; None on the CPU."""
+        if self.device == "cpu":
+            return {"extra_bytes": None, "bound_bytes": None}
+        self.policy.workers.run("start_peak", timeout_s=TIMEOUT_S)
+        self.refit("this", bucket_bytes)
+        ranks = self.policy.workers.run("extra_bytes", timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes)
+        return {"extra_bytes": [extra for extra, _ in ranks], "bound_bytes": [bound for _, bound in ranks]}
 
     def backend(self) -> str:
         configured = self.config.policy.generation.sglang_cfg.sglang_server_config.weight_update_backend
