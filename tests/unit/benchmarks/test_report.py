@@ -56,7 +56,7 @@ def test_the_trace_has_every_span_in_microseconds_under_named_threads(folder: Pa
 def test_the_table_names_machine_figures_ratios_and_proof(tmp_path: Path) -> None:
     lines = shown(make_report(), tmp_path)
     assert lines[0] == "135m: 0.27 GB, 272 tensors; 2 trainer ranks to 1 engine; gloo, median of 5"
-    assert lines[1] == "2 cores; A CPU; torch 2.14.1; transformers 5.19.0; sglang 0.5.23"
+    assert lines[1] == "2 cores, A CPU; torch 2.14.1; transformers 5.19.0; sglang 0.5.23"
     rows = {line.split("  ")[0].strip(): line.split() for line in (text.strip() for text in lines) if line}
     assert rows["raw broadcast"][2:] == ["0.140", "0.130", "to", "0.150", "1.92"]
     usual = ["1.260", "1.200", "to", "1.310", "0.21", "0.620", "0.350", "0.260", "0.030"]
