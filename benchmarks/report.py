@@ -61,7 +61,10 @@ def headline(report: Report) -> str:
     parts = [f"{report['preset']}: {report['bytes'] / 1e9:.2f} GB, {report['tensors']:,} tensors"]
     parts.append(f"{_counted(report['trainer_ranks'], 'trainer rank')} to {_counted(report['engines'], 'engine')}")
     parts.append(f"{report['backend']}, median of {report['repeats']}")
-    where = [f"{machine['name']}, {machine['cpu']}", *(f"{name} {version}" for name, version in report["software"].items())]
+    where = [
+        f"{machine['name']}, {machine['cpu']}",
+        *(f"{name} {version}" for name, version in report["software"].items()),
+    ]
     return "; ".join(parts) + "\n" + "; ".join(where)
 
 
