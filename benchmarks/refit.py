@@ -55,7 +55,8 @@ PRESET_OVERRIDES = [
 
 def main() -> None:
     arguments = parse_arguments()
-    with tempfile.TemporaryDirectory(dir=make_folder(arguments.output), prefix="model-") as scratch:
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.output, prefix="model-") as scratch:
         config = make_config(arguments, Path(scratch))
         configure_logging()
         inputs = prepare_inputs(config)
@@ -80,11 +81,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     return parser.parse_intermixed_args()
-
-
-def make_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def make_config(arguments: argparse.Namespace, scratch: Path) -> MasterConfig:
@@ -129,7 +125,7 @@ class Bench:
         }
         medians = {name: median(seconds) for name, seconds in series.items()}
         this_s = median(whole_s for whole_s, _ in refits[best])
-        report: Report = {
+        return {
             "machine": describe_machine(),
             "software": {name: version(name) for name in ("torch", "transformers", "sglang")},
             "bytes": stats.num_bytes,
@@ -141,7 +137,8 @@ class Bench:
             **medians,
             "best_bucket_bytes": best,
             "spread": {name: [min(seconds), max(seconds)] for name, seconds in series.items()},
-            "refit": [refit_entry(size, refits[size]) for size in sizes],
+            # Memory after all that is timed: buffers are freed for it.
+            "refit": [refit_entry(size, refits[size]) | self.memory(size) for size in sizes],
             "usual_phases": mean_phases(timed["usual"]),
             "timeline": [asdict(span) for span in middle(timed["this"])[1]],
             "usual_timeline": [asdict(span) for span in middle(timed["usual"])[1]],
@@ -152,10 +149,6 @@ class Bench:
                 "serial_over_refit": medians["serial_s"] / this_s,
             },
         }
-        # After all that is timed: buffers are freed for it.
-        for entry in report["refit"]:
-            entry |= self.memory(entry["bucket_bytes"])
-        return report
 
     def interleaved(self, measures: dict[Any, Callable[[], "Measured"]]) -> dict[Any, list["Measured"]]:
         """Each as often, in turn, so that a busy minute does not hit one alone; the first round does not count."""
