@@ -1,5 +1,6 @@
 """A trainer rank that can refit in more ways than one, for comparison."""
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.weight_transfer.buckets import (
+    NUM_BUFFERS,
     BucketHeader,
+    BucketLayout,
     FlatBuffers,
     NamedTensor,
     bucket_layouts,
@@ -41,6 +44,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._kept: dict[int, FlatBuffers] = {}
+        self._start_bytes = 0
 
     def choose(self, path: str, bucket_bytes: int | None) -> None:
         """Of the refits from now on; bucket_bytes None: as the caller of the refit says."""
@@ -123,9 +127,21 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
                 if parameter.is_floating_point():
                     parameter.mul_(1.02).add_(0.001)
 
-    def peak_bytes(self) -> int:
-        """Of the device since the start; 0 on the CPU."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+    def start_peak(self) -> None:
+        """From here on memory of the GPU is counted. Buffers of earlier refits are freed, so that the next one's count."""
+        self._buffers = None
+        self._kept.clear()
+        gc.collect()
+        self._wait_for_device()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._start_bytes = torch.cuda.memory_allocated(self.device)
+
+    def extra_bytes(self, bucket_bytes: int) -> tuple[int, int]:
+        """The most of the GPU's memory since `start_peak` beyond what was taken then; and `bound_bytes`."""
+        self._wait_for_device()
+        layouts = bucket_layouts(self.export_plan.manifest, bucket_bytes)
+        extra = torch.cuda.max_memory_allocated(self.device) - self._start_bytes
+        return extra, bound_bytes(layouts, dist.get_rank())
 
     def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
         layouts = bucket_layouts(self.export_plan.manifest, bucket_bytes)
@@ -159,6 +175,16 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def bound_bytes(layouts: Sequence[BucketLayout], rank: int) -> int:
+    """What a refit may take beyond the shards: two buckets and the largest tensor on rank 0, one bucket on others.
+
+    A bucket counts as large as the largest that was made: a tensor larger than `bucket_bytes` has one of its own.
+    """
+    bucket = max(layout.num_bytes for layout in layouts)
+    largest = max(spec.num_bytes for layout in layouts for spec in layout.specs)
+    return min(NUM_BUFFERS, len(layouts)) * bucket + largest if rank == 0 else bucket
 
 
 def _full_tensor(value: torch.Tensor) -> torch.Tensor:

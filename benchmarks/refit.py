@@ -5,10 +5,10 @@
 
 In one run, each figure a median of five: (a) one raw broadcast of as many bytes over the weight-update group; (b) the usual
 path: a gather to all ranks and a broadcast per tensor, an announcement per bucket, one thing after the other; (c) this
-path at several bucket sizes; (d) the gathers alone; (e) the engine alone: told, loading, answering, without (a). (b) and (c) are whole refits as the
-loop makes them, from the pause to the resume, without the proof. Then weights are moved, sent, and every checksum of the
-engines is compared with those after a load of the trainer's exported folder. Writes a table, refit.json, refit.png and
-trace.json.
+path at several bucket sizes; (d) the gathers alone; (e) the engine alone: told, loading, answering, without (a). (b) and
+(c) are whole refits as the loop makes them, from the pause to the resume, without the proof. On GPUs, also the memory that
+a refit takes on each rank. Then weights are moved, sent, and every checksum of the engines is compared with those after a
+load of the trainer's exported folder. Writes a table, refit.json, refit.png and trace.json.
 """
 
 import argparse
@@ -55,7 +55,8 @@ PRESET_OVERRIDES = [
 
 def main() -> None:
     arguments = parse_arguments()
-    with tempfile.TemporaryDirectory(dir=make_folder(arguments.output), prefix="model-") as scratch:
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.output, prefix="model-") as scratch:
         config = make_config(arguments, Path(scratch))
         configure_logging()
         inputs = prepare_inputs(config)
@@ -80,11 +81,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     return parser.parse_intermixed_args()
-
-
-def make_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def make_config(arguments: argparse.Namespace, scratch: Path) -> MasterConfig:
@@ -141,7 +137,8 @@ class Bench:
             **medians,
             "best_bucket_bytes": best,
             "spread": {name: [min(seconds), max(seconds)] for name, seconds in series.items()},
-            "refit": [refit_entry(size, refits[size]) for size in sizes],
+            # Memory after all that is timed: buffers are freed for it.
+            "refit": [refit_entry(size, refits[size]) | self.memory(size) for size in sizes],
             "usual_phases": mean_phases(timed["usual"]),
             "timeline": [asdict(span) for span in middle(timed["this"])[1]],
             "usual_timeline": [asdict(span) for span in middle(timed["usual"])[1]],
@@ -151,7 +148,6 @@ class Bench:
                 "usual_over_refit": medians["usual_s"] / this_s,
                 "serial_over_refit": medians["serial_s"] / this_s,
             },
-            "peak_bytes": self.policy.workers.run("peak_bytes", timeout_s=TIMEOUT_S),
         }
 
     def interleaved(self, measures: dict[Any, Callable[[], "Measured"]]) -> dict[Any, list["Measured"]]:
@@ -180,6 +176,15 @@ class Bench:
 
     def gather(self, bucket_bytes: int) -> "Measured":
         return max(self.policy.workers.run("gather_s", timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes)), ()
+
+    def memory(self, bucket_bytes: int) -> Report:
+        """What one refit takes on each rank's GPU, and the most that it may; None on the CPU."""
+        if self.device == "cpu":
+            return {"extra_bytes": None, "bound_bytes": None}
+        self.policy.workers.run("start_peak", timeout_s=TIMEOUT_S)
+        self.refit("this", bucket_bytes)
+        ranks = self.policy.workers.run("extra_bytes", timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes)
+        return {"extra_bytes": [extra for extra, _ in ranks], "bound_bytes": [bound for _, bound in ranks]}
 
     def backend(self) -> str:
         configured = self.config.policy.generation.sglang_cfg.sglang_server_config.weight_update_backend

@@ -17,12 +17,26 @@ Report = dict[str, Any]
 PHASES = ("gather", "broadcast", "load", "session")
 TABLE_WIDTH = 120
 """Columns of text, also where the output is no terminal."""
+NOMINAL_GB = {"H200": 141}
+"""Memory of a GPU as its maker names it; what CUDA reports is less."""
+COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, cores that this process may use, and the names of the GPUs that it sees."""
+    """`name` as the documentation has it, CPU model, cores that this process may use, and names of the GPUs that it sees."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+    cores = len(os.sched_getaffinity(0))
+    return {"name": machine_name(gpus, cores), "cpu": _cpu_model(), "cores": cores, "gpus": gpus}
+
+
+def machine_name(gpus: list[str], cores: int) -> str:
+    """Of one or more GPUs and of CPU cores: `two H200 (141 GB), 32 cores`; `2 cores`."""
+    parts = []
+    for name in dict.fromkeys(gpus):
+        count, model = gpus.count(name), name.removeprefix("NVIDIA ")
+        memory = f" ({NOMINAL_GB[model]} GB)" if model in NOMINAL_GB else ""
+        parts.append(f"{COUNTS.get(count, count)} {model}{memory}")
+    return ", ".join([*parts, _counted(cores, "core")])
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -30,8 +44,9 @@ def write_report(report: Report, folder: Path) -> None:
 
     The report holds: preset, machine (`describe_machine`), software (versions by name), bytes, tensors,
     trainer_ranks, engines, backend, repeats; the medians raw_s, usual_s, gather_s, load_s and spread (name -> [min,
-    max]); refit, a list of {bucket_bytes, buckets, seconds, spread, phases}; usual_phases; timeline and
-    usual_timeline, lists of {lane, bucket, start_s, end_s}; ratios (name -> float); proof {checksums, equal}.
+    max]); refit, a list of {bucket_bytes, buckets, seconds, spread, phases, extra_bytes, bound_bytes}, the last two per
+    rank, or None on the CPU; usual_phases; timeline and usual_timeline, lists of {lane, bucket, start_s, end_s}; ratios
+    (name -> float); proof {checksums, equal}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "refit.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -46,8 +61,10 @@ def headline(report: Report) -> str:
     parts = [f"{report['preset']}: {report['bytes'] / 1e9:.2f} GB, {report['tensors']:,} tensors"]
     parts.append(f"{_counted(report['trainer_ranks'], 'trainer rank')} to {_counted(report['engines'], 'engine')}")
     parts.append(f"{report['backend']}, median of {report['repeats']}")
-    where = [*_gpu_names(machine["gpus"]), f"{machine['cpu']}, {_counted(machine['cores'], 'core')}"]
-    where += [f"{name} {version}" for name, version in report["software"].items()]
+    where = [
+        f"{machine['name']}, {machine['cpu']}",
+        *(f"{name} {version}" for name, version in report["software"].items()),
+    ]
     return "; ".join(parts) + "\n" + "; ".join(where)
 
 
@@ -61,6 +78,9 @@ def show(report: Report, folder: Path, console: Console) -> None:
     for row in _rows(report):
         table.add_row(*row)
     console.print(table)
+    for refit in report["refit"]:
+        if refit["extra_bytes"] is not None:
+            console.print(_memory(refit))
     for name, value in report["ratios"].items():
         console.print(f"{name.replace('_', ' '):<24} {value:.2f}")
     proof = report["proof"]
@@ -91,6 +111,12 @@ def _row(
     return [label, buckets, f"{seconds:.3f}", f"{low:.3f} to {high:.3f}", rate, *spent]
 
 
+def _memory(refit: Report) -> str:
+    ranks = zip(refit["extra_bytes"], refit["bound_bytes"], strict=True)
+    taken = [f"rank {rank} {extra / 1e9:.3f} of {bound / 1e9:.3f} GB" for rank, (extra, bound) in enumerate(ranks)]
+    return f"memory, {bucket_name(refit['bucket_bytes'])} buckets: {', '.join(taken)} allowed"
+
+
 def make_trace(report: Report) -> dict[str, Any]:
     """Chrome trace events, times in microseconds: one process per path, one thread per lane."""
     events: list[dict[str, Any]] = []
@@ -102,21 +128,29 @@ def make_trace(report: Report) -> dict[str, Any]:
             common = {"ph": "M", "pid": pid, "tid": tid}
             events.append(common | {"name": "thread_name", "args": {"name": lane}})
             events.append(common | {"name": "thread_sort_index", "args": {"sort_index": tid}})
-        events += [_event(span, pid, tids[span["lane"]]) for span in spans]
+            events += _events([span for span in spans if span["lane"] == lane], pid, tid)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _event(span: dict[str, Any], pid: int, tid: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": f"{span['lane']} {span['bucket']}",
-        "cat": span["lane"],
-        "pid": pid,
-        "tid": tid,
-        "ts": span["start_s"] * 1e6,
-        "dur": (span["end_s"] - span["start_s"]) * 1e6,
-        "args": {"bucket": span["bucket"]},
-    }
+def _events(spans: list[dict[str, Any]], pid: int, tid: int) -> Iterator[dict[str, Any]]:
+    """One event per span of a lane, none beginning before the one before has ended: Perfetto drops events that overlap.
+
+    Spans may: a bucket counts as loading from its arrival on, though the engine loads one after the other.
+    """
+    free_us = 0
+    for span in spans:
+        start_us = max(free_us, round(span["start_s"] * 1e6))
+        free_us = max(start_us, round(span["end_s"] * 1e6))
+        yield {
+            "ph": "X",
+            "name": f"{span['lane']} {span['bucket']}",
+            "cat": span["lane"],
+            "pid": pid,
+            "tid": tid,
+            "ts": start_us,
+            "dur": free_us - start_us,
+            "args": {"bucket": span["bucket"]},
+        }
 
 
 def _cpu_model() -> str:
@@ -125,10 +159,6 @@ def _cpu_model() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine()  # kernels of other architectures give no name
-
-
-def _gpu_names(gpus: list[str]) -> list[str]:
-    return [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Every GPU test, on a machine with one CUDA device, in under 8 minutes:
+# Every GPU test, on a machine with one CUDA device or more, in under 8 minutes; with two, those that need them, too:
 #
 #   bash tests/functional/run_gpu.sh [FOLDER]     # for the output; logs/gpu_tests if not given
 #
-# FOLDER gets NAME.txt of each part and logs.tar.xz with the logs of all engines and trainer ranks.
+# FOLDER gets logs.tar.xz with NAME.log of each part and the logs of all engines and trainer ranks.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${1:-logs/gpu_tests}
@@ -24,7 +24,7 @@ part() { # NAME SECONDS TEST...
   shift 2
   say "$name begins, at most $limit s"
   timeout --kill-after=15 "$limit" python3 -m pytest -q -m gpu --timeout=$((limit - 30)) -p no:cacheprovider \
-    --basetemp="$work/$name" "$@" > "$out/$name.txt" 2>&1 &
+    --basetemp="$work/$name" "$@" > "$work/$name.log" 2>&1 &
   names+=("$name") pids+=($!)
 }
 
@@ -36,8 +36,8 @@ await() {
       [ $(((SECONDS - start) % 20)) -lt 5 ] && progress
     done
     wait "${pids[i]}" && status=0 || status=$?
-    say "${names[i]}: exit status $status; $(tail -n 1 "$out/${names[i]}.txt")"
-    [ $status = 0 ] || { failed=1; tail -n 60 "$out/${names[i]}.txt"; }
+    say "${names[i]}: exit status $status; $(tail -n 1 "$work/${names[i]}.log")"
+    [ $status = 0 ] || { failed=1; tail -n 60 "$work/${names[i]}.log"; }
   done
   names=() pids=()
 }
@@ -66,6 +66,14 @@ sleep 3
 part experts 220 $tests/test_gpu_families.py -k experts
 sleep 3
 part vision 220 $tests/test_gpu_families.py -k vision
+sleep 3
+part wire_gloo 260 $tests/test_gpu_two.py -k one_gpu_gloo
+sleep 3
+part wire_nccl 260 $tests/test_gpu_two.py -k one_gpu_nccl
+if [ "$(python3 -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then
+  sleep 3
+  part two 260 $tests/test_gpu_two.py $tests/test_gpu_group.py -k 'two_gpus or bound'
+fi
 await
 say "$([ $failed = 0 ] && echo 'all passed' || echo 'some failed'); logs in $out"
 exit $failed

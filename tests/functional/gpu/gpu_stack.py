@@ -65,13 +65,18 @@ def make_overrides(log_dir: Path, *overrides: str, server_args: Sequence[str] = 
 
 
 @contextmanager
-def started(log_dir: Path, *overrides: str, server_args: Sequence[str] = ()) -> Iterator[Participants]:
+def started(
+    log_dir: Path,
+    *overrides: str,
+    server_args: Sequence[str] = (),
+    worker_class: type[ReloadingWorker] = ReloadingWorker,
+) -> Iterator[Participants]:
     """Everything of a run; the first refit is done."""
     config = load_config(CONFIG, make_overrides(log_dir, *overrides, server_args=server_args))
     folder = make_run_folder(config.logger.log_dir)
     with (
         MetricsLogger(folder.path, num_steps=1, tensorboard=False) as metrics,
-        start_participants(config, prepare_inputs(config), folder, metrics, ReloadingWorker) as run,
+        start_participants(config, prepare_inputs(config), folder, metrics, worker_class) as run,
     ):
         run.synchronizer.init_communicator()
         run.synchronizer.sync_weights()

@@ -12,12 +12,12 @@ def make_report() -> dict[str, Any]:
     usual = {"gather": 0.62, "broadcast": 0.35, "load": 0.26, "session": 0.03}
     refit = [
         {"bucket_bytes": size * MIB, "buckets": -(-TOTAL_BYTES // (size * MIB)), "seconds": seconds}
-        | {"spread": [seconds - 0.02, seconds + 0.05], "phases": phases}
+        | {"spread": [seconds - 0.02, seconds + 0.05], "phases": phases, "extra_bytes": None, "bound_bytes": None}
         for size, seconds in ((16, 0.52), (64, 0.47), (256, 0.60), (1024, 0.68))
     ]
     return {
         "preset": "135m",
-        "machine": {"cpu": "A CPU", "cores": 2, "gpus": []},
+        "machine": {"name": "2 cores", "cpu": "A CPU", "cores": 2, "gpus": []},
         "software": {"torch": "2.14.1", "transformers": "5.19.0", "sglang": "0.5.23"},
         "bytes": TOTAL_BYTES,
         "tensors": 272,
