@@ -1,7 +1,7 @@
 """A trainer rank that records what a refit puts on its GPU, and overwrites what it sends as soon as it may, or sooner."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,14 +77,19 @@ class RecordingWorker(ReloadingWorker, measuring.MeasuringWorker):
         """Of the last refit that was recorded."""
         return self._recording
 
+    def prepare_weight_update(self, **arguments: Any) -> None:
+        """A refit that is recorded begins when it is."""
+        if not self.watched.records:
+            super().prepare_weight_update(**arguments)
+
     def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:
         if not self.watched.records:
             return super().update_weights_to_sglang_distributed(**arguments)
         with recorded(self.watched) as self._recording:
             return super().update_weights_to_sglang_distributed(**arguments)
 
-    def _prepare_refit(self, layouts: list[BucketLayout]) -> FlatBuffers:
-        buffers = super()._prepare_refit(layouts)
+    def _refit_buffers(self, layouts: Sequence[BucketLayout]) -> FlatBuffers:
+        buffers = super()._refit_buffers(layouts)
         return FreshMemory(layouts, self.device) if self.watched.fresh else buffers
 
 
@@ -135,15 +140,15 @@ def recorded(watched: Watch) -> Iterator[Recording]:
     def timed_broadcast(backend: Any, tensors: Any, stream: Any, ready: Any, timeout: Any) -> None:
         timed = TimedBackend(backend, recording.collectives, started)
         broadcast_all(timed, tensors, stream, ready if watched.waits else None, timeout)
+        if watched.overwrites == "after":
+            overwrite(tensors, NAN_BYTE)
+            tensors.clear()
 
     def overwriting_send(sender: BucketSender, bucket: PreparedBucket) -> None:
         if watched.overwrites == "before":
             bucket.ready.synchronize()
             overwrite(bucket.payload, 0)
         send(sender, bucket)
-        if watched.overwrites == "after":
-            overwrite(bucket.payload, NAN_BYTE)
-        bucket.payload.clear()
 
     with ExitStack() as stack:
         for place, name, function in (
