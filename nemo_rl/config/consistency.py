@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl.config.errors import ConfigError, refusal, yaml_text
+from nemo_rl.config.idle_keys import idle_lines
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, PicturesDataConfig, ResponseDataConfig
 
@@ -35,6 +36,7 @@ def check_consistency(config: MasterConfig) -> None:
         *_lora_lines(config),
         *_server_lines(config),
         *_data_lines(config),
+        *idle_lines(config),
     ]
     if lines:
         raise ConfigError(lines)
