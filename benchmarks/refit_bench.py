@@ -195,4 +195,3 @@ def middle(measured: list[Measured]) -> Measured:
 def count(left: list[dict[str, str]], right: list[dict[str, str]], *, equal: bool) -> int:
     pairs = ((a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)
     return sum((x == y) is equal for x, y in pairs)
-

@@ -62,7 +62,9 @@ def unproven(proof: dict[str, int]) -> str | None:
     checksums, moved, equal = proof["checksums"], proof["moved"], proof["equal"]
     if equal == checksums and moved:
         return None
-    return f"after the refit {equal} of {checksums} engine checksums equal the exported folder's, and it changed {moved}"
+    return (
+        f"after the refit {equal} of {checksums} engine checksums equal the exported folder's, and it changed {moved}"
+    )
 
 
 def headline(report: Report) -> str:

@@ -10,6 +10,8 @@ from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, PicturesDa
 _SERVER = "policy.generation.sglang_cfg.sglang_server_config"
 _LORA = "policy.dtensor_cfg.lora_cfg"
 
+NO_VALIDATION = "set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
+
 RESERVED_ARGS = (
     "--model-path", "--tokenizer-path", "--host", "--port", "--nccl-port", "--dtype", "--tp-size", "--tp",
     "--tensor-parallel-size", "--random-seed", "--device", "--quantization", "--kv-cache-dtype", "--weight-version",
@@ -158,7 +160,6 @@ def is_reserved(argument: str) -> bool:
 
 def _data_lines(config: MasterConfig) -> Iterator[str]:
     data, grpo = config.data, config.grpo
-    off = "or set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
     if "{problem}" not in data.prompt:
         yield refusal("data.prompt", data.prompt, "must contain {problem}")
     has_images = isinstance(data, PicturesDataConfig) or (
@@ -169,7 +170,7 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
         yield refusal("policy.tokenizer.name", config.policy.tokenizer.name, only)
     if isinstance(data, ResponseDataConfig):
         if grpo.validates and data.val_data_path is None:
-            yield refusal("data.val_data_path", None, f"validation needs a file; {off}")
+            yield refusal("data.val_data_path", None, f"validation needs a file, or {NO_VALIDATION}")
         return
     if data.num_train < grpo.num_prompts_per_step:
         yield refusal(
@@ -178,7 +179,7 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
             f"must be at least grpo.num_prompts_per_step = {grpo.num_prompts_per_step}",
         )
     if grpo.validates and data.num_validation == 0:
-        yield refusal("data.num_validation", 0, f"validation needs at least 1; {off}")
+        yield refusal("data.num_validation", 0, f"validation needs at least 1, or {NO_VALIDATION}")
     if isinstance(data, ArithmeticDataConfig):
         for unit, low, high in (
             ("terms", data.min_terms, data.max_terms),

@@ -27,6 +27,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
 )
 from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
+from nemo_rl.models.model_source import loadable_name
 from nemo_rl.models.policy.adapter_folder import export_adapter
 from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
 from nemo_rl.models.policy.export_plan import ExportPlan
@@ -189,9 +190,8 @@ class DTensorPolicyWorkerV2:
         if self.shard_options.lora is None:
             raise AssertionError("there is no adapter: policy.dtensor_cfg.lora_cfg.enabled is false")
         try:
-            export_adapter(
-                self.model, self.export_plan, self.shard_options.lora, folder, self.cfg.model_name, self.device
-            )
+            base = loadable_name(self.cfg.model_name, Path(self.model_folder))
+            export_adapter(self.model, self.export_plan, self.shard_options.lora, folder, base, self.device)
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
