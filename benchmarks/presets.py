@@ -1,5 +1,9 @@
-"""Models by preset: the shapes of known families with random weights, written from a config; nothing is downloaded."""
+"""Models by preset: the shapes of known families with random weights, written from a config; nothing is downloaded.
 
+To write one: `uv run benchmarks/presets.py PRESET FOLDER`.
+"""
+
+import argparse
 import json
 from collections.abc import Iterator
 from copy import deepcopy
@@ -107,3 +111,15 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         return torch.ones(shape, dtype=DTYPE)
     weight = torch.empty(shape, dtype=DTYPE, device=generator.device)
     return weight.normal_(std=WEIGHT_STD, generator=generator).cpu()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a model with random weights.")
+    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    write_model(arguments.preset, arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -74,6 +74,7 @@ def prepare_inputs(config: MasterConfig, problems: DatasetSplit | None = None) -
         raise ValueError("policy.dtensor_cfg.cpu_offload: got true; allowed on cuda, and this run is on cpu")
     if config.policy.dtensor_cfg.torch_compile:
         check_compiler(device)
+        logger.info("policy.dtensor_cfg.torch_compile: step 1 is silent while it compiles each block, minutes on a CPU")
     problems = problems or load_problems(config.data)
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])

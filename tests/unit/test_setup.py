@@ -197,6 +197,15 @@ def run_script(arguments: list[str], before: str = "") -> subprocess.CompletedPr
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_run_that_compiles_says_that_its_first_step_takes_long(
+    compiles: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="nemo_rl")
+    setup.prepare_inputs(load_config(TINY, [f"policy.dtensor_cfg.torch_compile={str(compiles).lower()}"]))
+    assert any("step 1 is silent while it compiles each block" in line for line in caplog.messages) is compiles
+
+
 @pytest.mark.parametrize(("variable", "value"), [("CXX", "/no/such/compiler -O1"), ("PATH", "/no/such/folder")])
 def test_compiling_without_a_compiler_is_refused_before_anything_is_started(
     variable: str, value: str, started: list[str], monkeypatch: pytest.MonkeyPatch
