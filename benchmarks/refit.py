@@ -7,8 +7,10 @@ In one run, each figure a median of five: (a) one raw broadcast of as many bytes
 path: a gather to all ranks and a broadcast per tensor, an announcement per bucket, one thing after the other; (c) this
 path at several bucket sizes; (d) the gathers alone; (e) the engine alone: told, loading, answering, without (a). (b) and
 (c) are whole refits as the loop makes them, from the pause to the resume, without the proof. On GPUs, also the memory that
-a refit takes on each rank. Then weights are moved, sent, and every checksum of the engines is compared with those after a
-load of the trainer's exported folder. Writes a table, refit.json, refit.png and trace.json.
+a refit takes on each rank. Bytes and tensors are those of every refit but the first: with LoRA or a frozen vision tower
+what training changes. Then these weights are moved, sent, and every checksum of the engines is compared with those after a
+load of the trainer's exported folder; exit code 1 when one differs or none has moved. Writes a table, refit.json,
+refit.png and trace.json.
 """
 
 import argparse
