@@ -80,7 +80,7 @@ class VisionProcessor:
     def _num_tokens(self, image: ImageSource) -> int:
         width, height = read_size(image)
         try:
-            num_patches = int(self._images.get_number_of_image_patches(height, width))
+            num_patches = int(self._images.get_number_of_image_patches(height, width, {}))
         except ValueError as error:
             raise ValueError(
                 f"the picture {describe(image)} of {width} x {height} pixels is none for this model ({error})"

@@ -61,7 +61,7 @@ part run 240 $tests/test_gpu_run.py -k three_steps
 await
 part refit 220 $tests/test_gpu_refit.py
 sleep 3
-part offload 220 $tests/test_gpu_run.py $tests/test_gpu_offload.py -k host_memory
+part offload 260 $tests/test_gpu_run.py $tests/test_gpu_offload.py -k host_memory
 sleep 3
 part experts 220 $tests/test_gpu_families.py -k experts
 sleep 3

@@ -33,7 +33,7 @@ def test_shards_in_host_memory_are_there_after_good_and_failed_refits(tmp_path: 
         assert shard_devices(run) == {"cpu"}
         (engine,) = run.generation.rollout_engines
         ray.get(engine.actor.destroy_weights_update_group.remote(run.policy._group_name))
-        with pytest.raises(TransferError, match="failed at bucket 0"):
+        with pytest.raises(TransferError, match="bucket 0"):
             run.synchronizer.sync_weights()
         assert shard_devices(run) == {"cpu"}
         logprobs = run.policy.get_logprobs(make_prompts(8))["logprobs"]
