@@ -68,7 +68,7 @@ def find_folder(model_name: str) -> Path | None:
 
 def loadable_name(model_name: str, folder: Path) -> str:
     """What other programs load the model by: its hub id, or the folder that `resolve_model` returned."""
-    return str(folder) if model_name in _BUILDERS or find_folder(model_name) else model_name
+    return str(folder) if model_name in _BUILDERS or Path(model_name).expanduser().exists() else model_name
 
 
 def check_model(folder: Path) -> int:
