@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         else:
             tensors = self._full_tensors()
             buckets = _timed(
-                iter_named_tensor_buckets(tensors, size_bytes, self.export_plan.manifest), timeline, self.device
+                iter_named_tensor_buckets(tensors, size_bytes, self.refit_plan().manifest), timeline, self.device
             )
         stats = RefitStats()
         for index, bucket in enumerate(buckets):
@@ -121,10 +121,10 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         return seconds * NUM_RAW / (NUM_RAW - 1)
 
     def move_weights(self) -> None:
-        """What a training step does to weights, without its memory: each differs afterwards."""
+        """What a training step does to weights, without its memory: each that is trained differs afterwards."""
         with torch.no_grad():
             for parameter in self.model.parameters():
-                if parameter.is_floating_point():
+                if parameter.requires_grad:
                     parameter.mul_(1.02).add_(0.001)
 
     def start_peak(self) -> None:
@@ -139,38 +139,47 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     def extra_bytes(self, bucket_bytes: int) -> tuple[int, int]:
         """The most of the GPU's memory since `start_peak` beyond what was taken then; and `bound_bytes`."""
         self._wait_for_device()
-        layouts = bucket_layouts(self.export_plan.manifest, bucket_bytes)
+        layouts = bucket_layouts(self.refit_plan().manifest, bucket_bytes)
         extra = torch.cuda.max_memory_allocated(self.device) - self._start_bytes
         return extra, bound_bytes(layouts, dist.get_rank())
 
     def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
-        layouts = bucket_layouts(self.export_plan.manifest, bucket_bytes)
+        plan = self.refit_plan()
+        layouts = bucket_layouts(plan.manifest, bucket_bytes)
         if dist.get_rank() == 0 and (self._buffers is None or not self._buffers.fit(layouts)):
             self._buffers = FlatBuffers(layouts, self.device)
         tensors = dtensor_params_generator(
             self.model,
-            self.export_plan,
+            plan,
             layouts=layouts,
             buffers=self._buffers,
             device=self.device,
             timeline=timeline,
         )
-        for bucket in iter_named_tensor_buckets(tensors, bucket_bytes, self.export_plan.manifest):
+        for bucket in iter_named_tensor_buckets(tensors, bucket_bytes, plan.manifest):
             self._wait_for_device()
             yield bucket
 
     def _full_tensors(self) -> Iterator[NamedTensor]:
-        """Every tensor on every rank, one gather each."""
-        plan = self.export_plan
+        """Every tensor on every rank, one gather each; with LoRA three, since adapters are merged in float32."""
+        plan = self.refit_plan()
         state = {clean_name(name): value for name, value in self.model.state_dict().items()}
         for group, specs in plan.parts():
             dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
             with torch.no_grad():
-                whole = {name: _full_tensor(state[name].to(dtype)) for name in group.sources}
+                whole = {name: self._whole(state, name, dtype) for name in group.sources}
                 made = group.to_checkpoint(whole, plan.twin)
             for spec in specs:
                 tensor = made[spec.name].transpose(-1, -2) if spec.transposed else made[spec.name]
                 yield spec.name, tensor.to(spec.dtype).contiguous()
+
+    def _whole(self, state: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+        update = self.export_plan.updates.get(name)
+        if update is None:
+            return _full_tensor(state[name].to(dtype))
+        # A copy: on one rank nothing is gathered, and the merge is in place.
+        parts = {part: _full_tensor(state[part].float()).clone() for part in (name, update.a, update.b)}
+        return update.merged(name, parts).to(dtype)
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":

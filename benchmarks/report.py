@@ -42,17 +42,29 @@ def machine_name(gpus: list[str], cores: int) -> str:
 def write_report(report: Report, folder: Path) -> None:
     """Show the table and write `refit.json`, `refit.png` and `trace.json` to `folder`; all times are in seconds.
 
+    Bytes and tensors are those of every refit but the first: what training changes.
+
     The report holds: preset, machine (`describe_machine`), software (versions by name), bytes, tensors,
     trainer_ranks, engines, backend, repeats; the medians raw_s, usual_s, gather_s, load_s and spread (name -> [min,
     max]); refit, a list of {bucket_bytes, buckets, seconds, spread, phases, extra_bytes, bound_bytes}, the last two per
     rank, or None on the CPU; usual_phases; timeline and usual_timeline, lists of {lane, bucket, start_s, end_s}; ratios
-    (name -> float); proof {checksums, equal}.
+    (name -> float); proof {checksums, equal, moved}: moved are those that the last refit changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "refit.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     (folder / "trace.json").write_text(json.dumps(make_trace(report)), encoding="utf-8")
     draw_report(report, headline(report), folder / "refit.png")
     show(report, folder, Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH))
+
+
+def unproven(proof: dict[str, int]) -> str | None:
+    """What is wrong with the proof of a report, if anything."""
+    checksums, moved, equal = proof["checksums"], proof["moved"], proof["equal"]
+    if equal == checksums and moved:
+        return None
+    return (
+        f"after the refit {equal} of {checksums} engine checksums equal the exported folder's, and it changed {moved}"
+    )
 
 
 def headline(report: Report) -> str:
@@ -84,7 +96,7 @@ def show(report: Report, folder: Path, console: Console) -> None:
     for name, value in report["ratios"].items():
         console.print(f"{name.replace('_', ' '):<24} {value:.2f}")
     proof = report["proof"]
-    console.print(f"proof: {proof['equal']} of {proof['checksums']} engine checksums equal")
+    console.print(f"proof: {proof['equal']} of {proof['checksums']} engine checksums equal, {proof['moved']} changed")
     console.print(f"written to {folder}: refit.json, refit.png, trace.json (open it at https://ui.perfetto.dev)")
 
 

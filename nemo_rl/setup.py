@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.grpo import Participants
 from nemo_rl.algorithms.loss import ClippedPGLoss
+from nemo_rl.config.consistency import NO_VALIDATION
 from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.chat import ChatEncoder, EncodedPrompt, encode_problems, load_tokenizer
-from nemo_rl.data.datasets import load_problems
+from nemo_rl.data.datasets import check_pictures, load_problems
 from nemo_rl.data.interfaces import DatasetSplit
 from nemo_rl.data.loader import PromptLoader, collate_prompts
 from nemo_rl.data.vision import VisionProcessor
@@ -58,8 +59,11 @@ class Inputs:
     """None when no problem has a picture."""
 
 
-def prepare_inputs(config: MasterConfig) -> Inputs:
+def prepare_inputs(config: MasterConfig, problems: DatasetSplit | None = None) -> Inputs:
     """Find the model, read the data.
+
+    Args:
+        problems: of `config.data`, where they have been read.
 
     Raises:
         ValueError: key, value and what is allowed.
@@ -70,7 +74,8 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
         raise ValueError("policy.dtensor_cfg.cpu_offload: got true; allowed on cuda, and this run is on cpu")
     if config.policy.dtensor_cfg.torch_compile:
         check_compiler(device)
-    problems = load_problems(config.data)
+        logger.info("policy.dtensor_cfg.torch_compile: step 1 is silent while it compiles each block, minutes on a CPU")
+    problems = problems or load_problems(config.data)
     environment = make_environment(config.env, config.data)
     environment.check_references([problem.reference for problem in (*problems.train, *problems.validation)])
     model_folder = resolve_model(config.policy.model_name)
@@ -84,18 +89,17 @@ def prepare_inputs(config: MasterConfig) -> Inputs:
     if config.policy.freeze_vision_tower:
         check_vision_tower(model_folder)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_folder)
-    vision = VisionProcessor.load(model_folder) if _has_images(problems) else None
+    vision = VisionProcessor.load(model_folder, config.policy.model_name) if _has_images(problems) else None
+    check_pictures(problems)
     encoder = ChatEncoder(tokenizer, config.policy.tokenizer.chat_template, vision)
     pad_token_id = int(tokenizer.pad_token_id)
-    train, validation = (
-        encode_problems(part, encoder, config.policy.max_total_sequence_length)
-        for part in (problems.train, problems.validation)
-    )
+    limit, validates = config.policy.max_total_sequence_length, config.grpo.validates
+    needed = config.grpo.num_prompts_per_step
+    train = encode_problems(problems.train, encoder, limit, kind="training", at_least=needed)
+    validation = encode_problems(problems.validation, encoder, limit, kind="validation", at_least=int(validates))
     _check_token_ids(config, vocab_size, [*train, *validation])
-    if config.grpo.validates and not validation:
-        raise ValueError(
-            "data: no validation problem is left; set grpo.val_period=0 val_at_start=false val_at_end=false"
-        )
+    if validates and not validation:
+        raise ValueError(f"data: no validation problem is left; {NO_VALIDATION}")
     check_writable("logger.log_dir", config.logger.log_dir)
     if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
         check_writable("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir)

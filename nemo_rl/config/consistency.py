@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 
 from nemo_rl.config.errors import ConfigError, refusal, yaml_text
+from nemo_rl.config.idle_keys import idle_lines
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.schema import ArithmeticDataConfig, MasterConfig, PicturesDataConfig, ResponseDataConfig
 
 _SERVER = "policy.generation.sglang_cfg.sglang_server_config"
 _LORA = "policy.dtensor_cfg.lora_cfg"
+
+NO_VALIDATION = "set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
 
 RESERVED_ARGS = (
     "--model-path", "--tokenizer-path", "--host", "--port", "--nccl-port", "--dtype", "--tp-size", "--tp",
@@ -35,6 +38,7 @@ def check_consistency(config: MasterConfig) -> None:
         *_lora_lines(config),
         *_server_lines(config),
         *_data_lines(config),
+        *idle_lines(config),
     ]
     if lines:
         raise ConfigError(lines)
@@ -156,7 +160,6 @@ def is_reserved(argument: str) -> bool:
 
 def _data_lines(config: MasterConfig) -> Iterator[str]:
     data, grpo = config.data, config.grpo
-    off = "or set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
     if "{problem}" not in data.prompt:
         yield refusal("data.prompt", data.prompt, "must contain {problem}")
     has_images = isinstance(data, PicturesDataConfig) or (
@@ -167,7 +170,7 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
         yield refusal("policy.tokenizer.name", config.policy.tokenizer.name, only)
     if isinstance(data, ResponseDataConfig):
         if grpo.validates and data.val_data_path is None:
-            yield refusal("data.val_data_path", None, f"validation needs a file; {off}")
+            yield refusal("data.val_data_path", None, f"validation needs a file, or {NO_VALIDATION}")
         return
     if data.num_train < grpo.num_prompts_per_step:
         yield refusal(
@@ -176,7 +179,7 @@ def _data_lines(config: MasterConfig) -> Iterator[str]:
             f"must be at least grpo.num_prompts_per_step = {grpo.num_prompts_per_step}",
         )
     if grpo.validates and data.num_validation == 0:
-        yield refusal("data.num_validation", 0, f"validation needs at least 1; {off}")
+        yield refusal("data.num_validation", 0, f"validation needs at least 1, or {NO_VALIDATION}")
     if isinstance(data, ArithmeticDataConfig):
         for unit, low, high in (
             ("terms", data.min_terms, data.max_terms),

@@ -31,8 +31,14 @@ def first_line(error: Exception) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
+_PEFT_NAMES = {"r": "dim", "rank": "dim", "lora_alpha": "alpha"}
+"""What other programs call a key of ours, and no spelling leads to."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Names the closest of `known`, or all of them."""
     names = sorted(known)
+    if _PEFT_NAMES.get(word) in names:
+        return f"did you mean {_PEFT_NAMES[word]!r}?"
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.7)
     return f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(names)}"

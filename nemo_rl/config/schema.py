@@ -376,7 +376,8 @@ class ResponseDataConfig(Section):
     output_key: str = "output"
     """Key of the reference answer."""
     image_key: str | None = None
-    """Key of a picture's path, from the file's folder, or of a list of paths; needs a vision-language model. Null: none."""
+    """Key of a picture's path, from the file's folder, or of a list of paths; needs a vision-language model. A line
+    without the key, or with null, has no picture; one line at least has the key. Null: no pictures."""
     shuffle: bool = True
     """A new order of the training prompts in each epoch."""
     prompt: str = "{problem}"

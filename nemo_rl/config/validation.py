@@ -37,6 +37,8 @@ def _describe(fault: Any) -> str:
         return f"{key}.dataset_name: missing; every run must set it"
     if kind in ("model_type", "model_attributes_type"):
         return refusal(key, value, f"allowed: {_section_text((*fault['loc'], ''))}")
+    if kind in ("bool_type", "bool_parsing"):
+        return refusal(key, value, "allowed: true, false")
     if kind == "list_type":
         return refusal(key, value, f"allowed: {_list_text(fault['loc'])}")
     return refusal(key, value, f"allowed: {_NOISE.sub('', fault['msg'])}")

@@ -98,9 +98,12 @@ class ChatEncoder:
         return str(text)
 
     def encode(self, problem: Problem) -> EncodedPrompt:
-        """Raises ValueError when the prompt has another number of image tokens than of pictures."""
+        """Raises ValueError, with the problem's place, for image tokens that are no picture's and pictures of a bad form."""
         text = self.render(problem.prompt, len(problem.images))
-        expanded = self._vision.expand(text, problem.images) if self._vision else text
+        try:
+            expanded = self._vision.expand(text, problem.images) if self._vision else text
+        except ValueError as error:
+            raise ValueError(f"{problem.place}: {error}") from error
         # A template writes its special tokens itself; raw text gets the ones that the tokenizer adds.
         token_ids = self._tokenizer(expanded, add_special_tokens=self._template is None)["input_ids"]
         return EncodedPrompt(text=text, token_ids=tuple(token_ids), reference=problem.reference, images=problem.images)
@@ -122,12 +125,21 @@ class ChatEncoder:
 
 
 def encode_problems(
-    problems: Sequence[Problem], encoder: ChatEncoder, max_total_sequence_length: int
+    problems: Sequence[Problem],
+    encoder: ChatEncoder,
+    max_total_sequence_length: int,
+    *,
+    kind: str = "",
+    at_least: int = 0,
 ) -> list[EncodedPrompt]:
     """Encode all; leave out, with a logged count, what leaves no room for a response or gives no token at all.
 
+    Args:
+        kind: of the problems, for messages: `training`.
+        at_least: how many are needed.
+
     Raises:
-        ValueError: no problem gives any token; names the key.
+        ValueError: no problem gives any token, or too few are short enough; names the key.
     """
     encoded = [encoder.encode(problem) for problem in problems]
     if encoded and not any(prompt.token_ids for prompt in encoded):
@@ -140,6 +152,14 @@ def encode_problems(
             len(encoded) - len(kept), len(encoded), len(encoded) - len(kept) - num_empty,
             max_total_sequence_length - 1, num_empty,
         )  # fmt: skip
+    # A response has one token at least.
+    lengths = sorted(len(prompt.token_ids) + 1 for prompt in encoded if prompt.token_ids)
+    needed = min(at_least, len(lengths))
+    if len(kept) < needed:
+        raise ValueError(
+            f"policy.max_total_sequence_length: got {max_total_sequence_length}; {len(kept)} of {len(encoded)} {kind} "
+            f"problems fit, and {needed} must; the shortest needs {lengths[0]}, so many need {lengths[needed - 1]}"
+        )
     return kept
 
 

@@ -1,7 +1,10 @@
 """From `data.*` to problems."""
 
+from pathlib import Path
+
 from nemo_rl.config.schema import ArithmeticDataConfig, DataConfig, PicturesDataConfig, ReasoningGymDataConfig
 from nemo_rl.data.arithmetic import load_arithmetic
+from nemo_rl.data.image_files import check_image
 from nemo_rl.data.interfaces import DatasetSplit
 from nemo_rl.data.pictures import load_pictures
 from nemo_rl.data.reasoning_gym_data import load_reasoning_gym
@@ -23,3 +26,14 @@ def load_problems(config: DataConfig) -> DatasetSplit:
     if isinstance(config, PicturesDataConfig):
         return load_pictures(config)
     return load_response_dataset(config)
+
+
+def check_pictures(problems: DatasetSplit) -> None:
+    """Open every file that is a picture. Raises ValueError for one that cannot be read, with the problem's place."""
+    for problem in (*problems.train, *problems.validation):
+        for image in problem.images:
+            if isinstance(image, Path):
+                try:
+                    check_image(image)
+                except ValueError as error:
+                    raise ValueError(f"{problem.place}: {error}") from error

@@ -1,6 +1,6 @@
 """What a dataset yields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.data.image_files import ImageSource
@@ -14,6 +14,8 @@ class Problem:
     """What the environment compares a response with."""
     images: tuple[ImageSource, ...] = ()
     """Pictures, which the user's message begins with."""
+    place: str = field(default="data", compare=False)
+    """Where it comes from, for messages: file and line."""
 
 
 @dataclass(frozen=True)

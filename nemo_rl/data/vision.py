@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor
@@ -32,13 +33,17 @@ class VisionProcessor:
         self.chat_template: str | None = processor.chat_template
 
     @classmethod
-    def load(cls, model_folder: Path) -> "VisionProcessor":
-        """Raises ValueError when the model takes no pictures or its processor cannot be loaded; names the key."""
+    def load(cls, model_folder: Path, model_name: str | None = None) -> "VisionProcessor":
+        """Load the processor of a model, called `model_name` by the config.
+
+        Raises:
+            ValueError: the model takes no pictures or its processor cannot be loaded; names the key.
+        """
         config: Any = read_config(model_folder)
         if config.model_type not in MODEL_TYPES:
             raise ValueError(
-                f"{_KEY}: {model_folder} is a {config.model_type}, and the data has pictures; allowed with pictures: "
-                f"{', '.join(MODEL_TYPES)}"
+                f"{_KEY}: got {model_name or str(model_folder)!r}, a {config.model_type}, and the data has pictures; "
+                f"allowed with pictures: {', '.join(MODEL_TYPES)}"
             )
         try:
             processor = AutoProcessor.from_pretrained(model_folder)
@@ -58,18 +63,19 @@ class VisionProcessor:
         """
         parts = text.split(self.image_token)
         if len(parts) - 1 != len(images) or "" in parts[1:-1]:
-            raise ValueError(
-                f"data: a prompt has {len(parts) - 1} image tokens {self.image_token!r} for {len(images)} pictures: {text!r}"
-            )
+            tokens, pictures = _counted(len(parts) - 1, "image token"), _counted(len(images), "picture")
+            raise ValueError(f"the prompt has {tokens} ({self.image_token!r}) for {pictures}: {text!r}")
         counts = [self._num_tokens(image) for image in images]
         pieces = [part + self.image_token * count for part, count in zip(parts, counts, strict=False)]
         return "".join([*pieces, parts[-1]])
 
     def tensors(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
-        """`pixel_values [patches, dim]` float32, `image_grid_thw [images, 3]` int64; empty without pictures."""
+        """`pixel_values [patches, dim]` float32, `image_grid_thw [images, 3]` int64; empty without pictures, which are RGB."""
         if not images:
             return {}
-        return dict(self._images(images=list(images), return_tensors="pt"))
+        # Said, and not left to guess: an edge of three pixels looks like three channels.
+        pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in images]
+        return dict(self._images(images=pixels, input_data_format="channels_first", return_tensors="pt"))
 
     def _num_tokens(self, image: ImageSource) -> int:
         width, height = read_size(image)
@@ -77,6 +83,10 @@ class VisionProcessor:
             num_patches = int(self._images.get_number_of_image_patches(height, width, {}))
         except ValueError as error:
             raise ValueError(
-                f"data: the picture {describe(image)} of {width} x {height} pixels is none for this model ({error})"
+                f"the picture {describe(image)} of {width} x {height} pixels is none for this model ({error})"
             ) from error
         return num_patches // int(self._images.merge_size) ** 2
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

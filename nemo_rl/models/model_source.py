@@ -45,6 +45,17 @@ def resolve_model(model_name: str, cache_dir: Path | None = None) -> Path:
     """
     if model_name in _BUILDERS:
         return _build_once(model_name, cache_dir or default_cache_dir())
+    return find_folder(model_name) or _download(model_name)
+
+
+def find_folder(model_name: str) -> Path | None:
+    """The folder that is called so; None: a model that is built here, or a hub id.
+
+    Raises:
+        ValueError: it can only be a folder, and is none of a model; names the key.
+    """
+    if model_name in _BUILDERS:
+        return None
     folder = Path(model_name).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():
@@ -52,7 +63,12 @@ def resolve_model(model_name: str, cache_dir: Path | None = None) -> Path:
         return folder.resolve()
     if folder.is_absolute() or model_name.startswith((".", "~")):
         raise ValueError(f"{_KEY}: no folder {model_name!r}")
-    return _download(model_name)
+    return None
+
+
+def loadable_name(model_name: str, folder: Path) -> str:
+    """What other programs load the model by: its hub id, or the folder that `resolve_model` returned."""
+    return str(folder) if model_name in _BUILDERS or Path(model_name).expanduser().exists() else model_name
 
 
 def check_model(folder: Path) -> int:

@@ -1,5 +1,8 @@
 """The second guard: a config that never went through the loader is refused before anything is started."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,14 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
     ("overrides", "line"),
     [
         (["policy.model_name=/no/such/folder"], "policy.model_name: "),
-        (["data.dataset_name=pictures"], "policy.model_name: "),
+        (
+            ["data.dataset_name=pictures"],
+            "policy.model_name: got 'tiny-random-qwen3', a qwen3, and the data has pictures; allowed with pictures: ",
+        ),
+        (
+            ["policy.max_total_sequence_length=8", "policy.generation.max_new_tokens=4"],
+            "policy.max_total_sequence_length: got 8; 0 of ",
+        ),
         (["policy.tokenizer.chat_template='{{ nothing }}'"], "policy.tokenizer.chat_template: "),
         (
             ["policy.freeze_vision_tower=true"],
@@ -79,7 +89,7 @@ def test_an_unsupported_setting_is_refused_before_anything_is_started(
         (["policy.generation.stop_token_ids=[100]"], "policy.generation.stop_token_ids: got 100; allowed: 0 to 99"),
         (
             ["data.dataset_name=ResponseDataset", "data.train_data_path=/no/file", "data.val_data_path=/no/file"],
-            "data.val_data_path: ",
+            "data.train_data_path: ",
         ),
         pytest.param(
             ["cluster.device=auto", "policy.dtensor_cfg.cpu_offload=true"],
@@ -101,6 +111,99 @@ def test_what_the_config_names_is_looked_at_before_anything_is_started(
         setup.prepare_inputs(config)
     assert str(caught.value).splitlines()[-1].startswith(line)
     assert started == []
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_a_model_without_eyes_is_refused_before_a_picture_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("no picture")
+    data = write_rows(tmp_path / "a.jsonl", {"input": "x", "output": "1", "image": "a.png"})
+    files = ["data.dataset_name=ResponseDataset", f"data.train_data_path={data}", f"data.val_data_path={data}"]
+    overrides = [*files, "data.image_key=image"]
+    with pytest.raises(ValueError, match="^policy.model_name: got 'tiny-random-qwen3', a qwen3, and the data has pic"):
+        setup.prepare_inputs(load_config(TINY, overrides))
+    with pytest.raises(ValueError, match=r"a.jsonl, line 1: '.*a.png' is no picture that can be read"):
+        setup.prepare_inputs(load_config(TINY, [*overrides, "policy.model_name=tiny-random-qwen3-vl"]))
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "says"),
+    [
+        ("xxxxx", "", "^policy.max_total_sequence_length: got 40; 1 of 9 training problems fit, and 8 must; the sh"),
+        ("", "xxxxx", "^policy.max_total_sequence_length: got 40; 0 of 1 validation problems fit, and 1 must; the sh"),
+        ("xxxxx", "xxxxx", "^policy.max_total_sequence_length: got 40; 1 of 9 training "),
+    ],
+)
+def test_problems_that_are_too_long_are_told_by_the_length_that_they_need(
+    train: str, validation: str, says: str, tmp_path: Path
+) -> None:
+    rows = [{"input": "1", "output": "1"}, *({"input": train * 8 or "2", "output": "1"} for _ in range(8))]
+    files = (
+        write_rows(tmp_path / "t.jsonl", *rows),
+        write_rows(tmp_path / "v.jsonl", {"input": validation * 8 or "1", "output": "1"}),
+    )
+    overrides = ["data.dataset_name=ResponseDataset", "policy.max_total_sequence_length=40"]
+    overrides += [f"data.train_data_path={files[0]}", f"data.val_data_path={files[1]}"]
+    sizes = ["grpo.num_prompts_per_step=8", "policy.tokenizer.chat_template=null"]
+    with pytest.raises(ValueError, match=says) as refused:
+        setup.prepare_inputs(load_config(TINY, [*overrides, *sizes]))
+    assert str(refused.value).endswith("need 41")
+
+
+def test_no_problem_at_all_names_every_key_of_the_validation(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "t.jsonl", *[{"input": "1", "output": "1"}] * 64)
+    (tmp_path / "v.jsonl").touch()
+    overrides = [f"data.train_data_path={data}", f"data.val_data_path={tmp_path / 'v.jsonl'}"]
+    with pytest.raises(ValueError, match="set grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false$"):
+        setup.prepare_inputs(load_config(TINY, ["data.dataset_name=ResponseDataset", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.train_data_path=/no/file", "data.train_data_path: cannot read '/no/file'"),
+        ("data.output_key=answer", "line 1: no key 'answer' (data.output_key)"),
+        ("data.image_key=pic", "data.image_key: got 'pic', which no line has; allowed: ['image', 'input', 'output']"),
+        ("data.image_key=image", "line 1: 'image': no file "),
+        ("policy.model_name=/no/folder", "policy.model_name: no folder '/no/folder'"),
+    ],
+)
+def test_data_and_folder_are_looked_at_before_torch_is_imported(override: str, says: str, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "t.jsonl", {"input": "1", "output": "1", "image": "none.png"})
+    files = ["data.dataset_name=ResponseDataset", f"data.train_data_path={data}", f"data.val_data_path={data}"]
+    ended = run_script(["--config", str(TINY), *files, override])
+    assert (ended.returncode, ended.stdout) == (2, "torch False")
+    (line,) = ended.stderr.splitlines()
+    assert says in line
+
+
+def test_ctrl_c_at_any_time_ends_in_one_line() -> None:
+    interrupt = "import nemo_rl.data.datasets as d\ndef load_problems(data): raise KeyboardInterrupt\n"
+    ended = run_script(["--config", str(TINY)], interrupt + "d.load_problems = load_problems\n")
+    assert ended.returncode == 130
+    assert ended.stderr == "run_grpo.py: interrupted: what it had started has been ended\n"
+
+
+def run_script(arguments: list[str], before: str = "") -> subprocess.CompletedProcess[str]:
+    """The real script; afterwards it says whether torch has been imported."""
+    code = (
+        f"import runpy, sys\n{before}sys.argv = ['run_grpo.py', *{arguments!r}]\n"
+        f"try:\n    runpy.run_path({str(TINY.parents[1] / 'run_grpo.py')!r}, run_name='__main__')\n"
+        "finally:\n    sys.stdout.write(f\"torch {'torch' in sys.modules}\")\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_run_that_compiles_says_that_its_first_step_takes_long(
+    compiles: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="nemo_rl")
+    setup.prepare_inputs(load_config(TINY, [f"policy.dtensor_cfg.torch_compile={str(compiles).lower()}"]))
+    assert any("step 1 is silent while it compiles each block" in line for line in caplog.messages) is compiles
 
 
 @pytest.mark.parametrize(("variable", "value"), [("CXX", "/no/such/compiler -O1"), ("PATH", "/no/such/folder")])

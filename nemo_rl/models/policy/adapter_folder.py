@@ -23,7 +23,7 @@ def export_adapter(
     """Write `adapter_model.safetensors` (float32) and `adapter_config.json`. Collective; rank 0 writes.
 
     Args:
-        base: how the base model is called in the config.
+        base: what the base model is loaded by.
         device: where shards are gathered.
     """
     is_writer = dist.get_rank() == 0

@@ -48,16 +48,19 @@ def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
         for name, module in modules.items()
         if type(module) is nn.Linear and module is not model.get_output_embeddings() and f"{name}.weight" not in shared
     ]
+    kinds = ", ".join(sorted({_leaf(name) for name in linear}))
     for pattern in config.target_modules:
         if not _matching(linear, [pattern]):
-            kinds = ", ".join(sorted({_leaf(name) for name in linear}))
             raise ValueError(
                 f"{_KEY}.target_modules: got {pattern!r}, which no linear layer is called; allowed: {kinds}, whole names, "
                 f"and wildcards; the output head takes no adapter{_experts_text(model)}"
             )
     for pattern in config.exclude_modules:
         if not _matching(modules, [pattern]):
-            raise ValueError(f"{_KEY}.exclude_modules: got {pattern!r}, which no module of the model is called")
+            raise ValueError(
+                f"{_KEY}.exclude_modules: got {pattern!r}, which no module of the model is called; allowed: {kinds}, whole "
+                "names, and wildcards"
+            )
     in_blocks = {id(module) for block in find_blocks(model) for module in block.modules()}
     asked = _matching(linear, config.target_modules) or [name for name in linear if id(modules[name]) in in_blocks]
     if not asked:
@@ -96,10 +99,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> dict[str, LowRan
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = find_targets(model, config)
-    logger.info(
-        "%s: %d linear layers get an adapter; the output head does not%s", _KEY, len(targets), _experts_text(model)
-    )
     on_meta = next(model.parameters()).is_meta
+    if on_meta:  # rank 0 does the same to the weights that it has read
+        logger.info(
+            "%s: %d linear layers get an adapter; the output head does not%s", _KEY, len(targets), _experts_text(model)
+        )
     try:
         inject_adapter_in_model(
             peft_config(model, targets, config), model, adapter_name=_ADAPTER, low_cpu_mem_usage=on_meta

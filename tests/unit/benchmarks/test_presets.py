@@ -1,5 +1,6 @@
 """The benchmark's models: what each preset weighs, and that what is written is a checkpoint as the hub has it."""
 
+import sys
 from pathlib import Path
 
 import presets
@@ -8,6 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_rl.models.model_source import check_model
 from nemo_rl.models.policy.checkpoint import check_checkpoint
 
 
@@ -67,6 +69,13 @@ def test_weights_follow_the_seed_and_shards_their_limit(tmp_path: Path, monkeypa
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     matrices = [name for name, weight in whole.items() if weight.dim() > 1]
     assert not any(torch.equal(whole[name], other[name]) for name in matrices)
+
+
+def test_the_command_writes_the_model_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["presets.py", "tiny-moe", str(tmp_path / "moe")])
+    presets.main()
+    assert check_model(tmp_path / "moe") == 2048
+    assert read_weights(tmp_path / "moe").keys() == presets.checkpoint_shapes("tiny-moe").keys()
 
 
 def test_an_unknown_preset_is_refused_by_name(tmp_path: Path) -> None:

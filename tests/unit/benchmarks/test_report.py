@@ -63,7 +63,7 @@ def test_the_table_names_machine_figures_ratios_and_proof(tmp_path: Path) -> Non
     assert rows["usual path"][2:] == usual
     assert rows["this path, 64 MiB"][4:10] == ["5", "0.470", "0.450", "to", "0.520", "0.57"]
     assert rows["usual over refit"][3:] == ["2.68"]
-    assert "proof: 182 of 182 engine checksums equal" in lines
+    assert "proof: 182 of 182 engine checksums equal, 182 changed" in lines
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,10 @@ UNKNOWN_KEYS = [
     bad(f"{QUANTIZATION}.schema", "fp8", "got 'fp8'; unknown key; did you mean 'scheme'?"),
     bad(f"{ROUTER}.polcy", "random", "got 'random'; unknown key; did you mean 'policy'?"),
     bad(f"{TOLERANCE}.use_fault_tolerence", "true", "got true; unknown key; did you mean 'use_fault_tolerance'?"),
-    bad(f"{LORA}.rank", "8", "got 8; unknown key; allowed here: alpha, dim, "),
+    bad(f"{LORA}.rank", "8", "got 8; unknown key; did you mean 'dim'?"),
+    bad(f"{LORA}.r", "8", "got 8; unknown key; did you mean 'dim'?"),
+    bad(f"{LORA}.lora_alpha", "8", "got 8; unknown key; did you mean 'alpha'?"),
+    bad("policy.rank", "8", "got 8; unknown key; allowed here: dtensor_cfg, "),
     bad("data.num_trian", "7", "got 7; unknown key; did you mean 'num_train'?"),
 ]
 
@@ -66,11 +69,11 @@ TYPES = [
     bad("policy.model_name", "null", "got null; allowed: a valid string"),
     bad("policy.train_micro_batch_size", "big", "got 'big'; allowed: a valid integer"),
     bad("policy.train_micro_batch_size", "'8'", "got '8'; allowed: a valid integer"),
-    bad("policy.freeze_vision_tower", "1", "got 1; allowed: a valid boolean"),
-    bad(f"{DTENSOR}.enabled", "1", "got 1; allowed: a valid boolean"),
-    bad(f"{DTENSOR}.torch_compile", "1", "got 1; allowed: a valid boolean"),
-    bad(f"{DTENSOR}._v2", "0", "got 0; allowed: a valid boolean"),
-    bad(f"{TOLERANCE}.use_fault_tolerance", "1", "got 1; allowed: a valid boolean"),
+    bad("policy.freeze_vision_tower", "1", "got 1; allowed: true, false"),
+    bad(f"{DTENSOR}.enabled", "1", "got 1; allowed: true, false"),
+    bad(f"{DTENSOR}.torch_compile", "1", "got 1; allowed: true, false"),
+    bad(f"{DTENSOR}._v2", "0", "got 0; allowed: true, false"),
+    bad(f"{TOLERANCE}.use_fault_tolerance", "1", "got 1; allowed: true, false"),
     bad(f"{GENERATION}.top_p", "abc", "got 'abc'; allowed: a valid number"),
     bad(f"{GENERATION}.stop_token_ids", "5", "got 5; allowed: a list of integers"),
     bad(f"{SERVER}.extra_args", "--foo", "got '--foo'; allowed: a list of strings"),
@@ -228,9 +231,37 @@ CONTRADICTIONS = [
     ),
 ]
 
+WITHOUT_EFFECT = [
+    bad(f"{LORA}.dim", "4", f"got 4; without effect here; set {LORA}.enabled=true"),
+    bad(f"{LORA}.lora_A_init", "uniform", f"got 'uniform'; without effect here; set {LORA}.enabled=true"),
+    bad(f"{LORA}.target_modules", "[q_proj]", f"got ['q_proj']; without effect here; set {LORA}.enabled=true"),
+    bad(f"{TOLERANCE}.max_replacements", "3", f"got 3; without effect here; set {TOLERANCE}.use_fault_tolerance=true"),
+    bad(f"{ROUTER}.cache_threshold", "0.5", f"got 0.5; without effect here; set {ROUTER}.policy=cache_aware"),
+    together(
+        ["loss_fn.reference_policy_kl_penalty=0.0", "loss_fn.reference_policy_kl_type=k1"],
+        "loss_fn.reference_policy_kl_type",
+        "got 'k1'; without effect here; set loss_fn.reference_policy_kl_penalty above 0",
+    ),
+    together(
+        [
+            "loss_fn.use_importance_sampling_correction=false",
+            "loss_fn.truncated_importance_sampling_ratio=3.0",
+        ],
+        "loss_fn.truncated_importance_sampling_ratio",
+        "got 3.0; without effect here; set loss_fn.use_importance_sampling_correction=true",
+    ),
+    together(
+        ["data.dataset_name=reasoning_gym", "data.task=chain_sum", "env.math.verifier=math_verify"],
+        "env.math.verifier",
+        "got 'math_verify'; without effect here; set data.dataset_name to another than reasoning_gym",
+    ),
+]
+
 BAD_CONFIGS = [
     *UNKNOWN_KEYS, *MISSING_KEYS, *TYPES, *RANGES, *UNSUPPORTED, *ENGINE_ARGUMENTS, *SLOTS, *CONTRADICTIONS,
+    *WITHOUT_EFFECT,
 ]  # fmt: skip
 ONE_OF_EACH_KIND = [
     UNKNOWN_KEYS[0], MISSING_KEYS[0], TYPES[0], RANGES[0], UNSUPPORTED[0], ENGINE_ARGUMENTS[0], SLOTS[0], CONTRADICTIONS[0],
+    WITHOUT_EFFECT[0],
 ]  # fmt: skip

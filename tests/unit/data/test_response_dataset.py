@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from nemo_rl.config.schema import ResponseDataConfig
-from nemo_rl.data.datasets import load_problems
+from nemo_rl.data.datasets import check_pictures, load_problems
 from nemo_rl.data.interfaces import Problem
 
 
@@ -71,11 +71,13 @@ def test_pictures_are_found_from_the_folder_of_the_file(tmp_path: Path) -> None:
     paths = [tmp_path / "images/a.png", tmp_path / "b.jpg"]
     for path in paths:
         Image.new("RGB", (8, 8)).save(path)
-    rows = ["images/a.png", ["b.jpg", str(paths[0])], []]
+    rows = ["images/a.png", ["b.jpg", str(paths[0])], [], None]
     lines = [json.dumps({"input": "x", "output": "1", "image": row}) for row in rows]
+    lines.append('{"input": "x", "output": "1"}')
     train = write(tmp_path / "train.jsonl", *lines)
     problems = load_problems(make_config(train, image_key="image")).train
-    assert [problem.images for problem in problems] == [(paths[0],), (paths[1], paths[0]), ()]
+    assert [problem.images for problem in problems] == [(paths[0],), (paths[1], paths[0]), (), (), ()]
+    assert problems[4].place == f"{train}, line 5"
     assert load_problems(make_config(train)).train[0].images == ()
 
 
@@ -83,14 +85,19 @@ def test_pictures_are_found_from_the_folder_of_the_file(tmp_path: Path) -> None:
     ("image", "message"),
     [
         ("a.png", r"'image': no file '.*/a.png'"),
-        (["b.png", "text.png"], r"'image': '.*/text.png' is no picture that can be read"),
-        ("cut.png", r"'image': '.*/cut.png' is no picture that can be read"),
-        ("cut.jpg", r"'image': '.*/cut.jpg' is no picture that can be read \(image file is truncated"),
-        (".", r"'image': '.*' is no picture that can be read .*[Dd]irectory"),
-        ("a\0b", "'image': '.*' is no picture that can be read"),
-        (3, r"'image' must be a path or a list of paths, for none \[\], got 3"),
-        ([["b.png"]], r"'image' must be a path or a list of paths, for none \[\], got "),
-        (None, r"'image' must be a path or a list of paths, for none \[\], got None"),
+        (["b.png", "text.png"], r"'.*/text.png' is no picture that can be read"),
+        ("cut.png", r"'.*/cut.png' is no picture that can be read"),
+        ("cut.jpg", r"'.*/cut.jpg' is no picture that can be read \(image file is truncated"),
+        (".", "'image': no file '.*'"),
+        ("a\0b", "'image': no file '.*'"),
+        ("", r"'image': an empty path; for none null or \[\]"),
+        (["b.png", ""], r"'image': an empty path; for none null or \[\]"),
+        ("https://a.b/c.png", "'image': URLs are not supported: a path is needed, got 'https://a.b/c.png'"),
+        ("file:///c.png", "'image': URLs are not supported: a path is needed, got 'file:///c.png'"),
+        ("data:image/png;base64," + "A" * 999, "'image': URLs are not supported: a path is needed, got '.{60}'$"),
+        (3, r"'image' must be a path or a list of paths, for none null or \[\], got 3"),
+        ([["b.png"]], r"'image' must be a path or a list of paths, for none null or \[\], got "),
+        ([None], r"'image' must be a path or a list of paths, for none null or \[\], got "),
     ],
 )
 def test_what_is_no_picture_is_refused_with_file_and_line(tmp_path: Path, image: Any, message: str) -> None:
@@ -102,13 +109,17 @@ def test_what_is_no_picture_is_refused_with_file_and_line(tmp_path: Path, image:
     lines = [json.dumps({"input": "x", "output": "1", "image": name}) for name in ("b.png", image)]
     train = write(tmp_path / "train.jsonl", *lines)
     with pytest.raises(ValueError, match=f"train.jsonl, line 2: {message}"):
-        load_problems(make_config(train, image_key="image"))
+        check_pictures(load_problems(make_config(train, image_key="image")))
 
 
-def test_a_line_without_the_key_of_its_picture_is_refused(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", '{"input": "x", "output": "1"}')
-    with pytest.raises(ValueError, match=r"train.jsonl, line 1: no key 'image' \(data.image_key\); the line has"):
+def test_a_picture_key_that_no_line_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    train = write(
+        tmp_path / "train.jsonl", '{"input": "x", "output": "1"}', '{"input": "", "output": "1", "img": null}'
+    )
+    says = r"^data.image_key: got 'image', which no line has; allowed: \['img', 'input', 'output'\]$"
+    with pytest.raises(ValueError, match=says):
         load_problems(make_config(train, image_key="image"))
+    assert load_problems(make_config(train, image_key="img")).train[1].images == ()
 
 
 @pytest.mark.parametrize("path", ["a\0b", "~no-such-user/x"])

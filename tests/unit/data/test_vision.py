@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -95,6 +96,19 @@ def test_ids_and_tensors_are_those_of_the_models_own_processor(
         assert prompt.token_ids.count(vision.image_token_id) == int(tensors["image_grid_thw"].prod(1).sum()) // 4
 
 
+@pytest.mark.parametrize("size", [(1, 1), (3, 3), (3, 9), (9, 3)], ids=str)
+def test_a_picture_as_narrow_as_its_channels_is_not_guessed_at(
+    vision: VisionProcessor, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(logging.getLogger("transformers.image_utils"), "warning", warned.append)
+    picture = read_image(draw(size))
+    tensors = vision.tensors([picture])
+    assert warned == []
+    expected = vision._images(images=[picture], return_tensors="pt")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
 def test_a_problem_without_picture_is_plain_text(vision: VisionProcessor, tokenizer: PreTrainedTokenizerBase) -> None:
     for template, text in (("default", "user: 1 + 2"), (None, "1 + 2")):
         prompt = ChatEncoder(tokenizer, template, vision).encode(Problem("1 + 2", "3"))
@@ -106,9 +120,13 @@ def test_an_image_token_in_the_users_words_is_refused(
     vision: VisionProcessor, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     encoder = ChatEncoder(tokenizer, None, vision)
-    with pytest.raises(ValueError, match=r"data: a prompt has 2 image tokens '<\|image_pad\|>' for 1 pictures: "):
-        encoder.encode(Problem("see <|image_pad|>", "3", (draw((56, 56)),)))
-    with pytest.raises(ValueError, match="has 2 image tokens .* for 2 pictures: "):
+    with pytest.raises(
+        ValueError, match=r"^a.jsonl, line 7: the prompt has 2 image tokens \('<\|image_pad\|>'\) for 1 p"
+    ):
+        encoder.encode(Problem("see <|image_pad|>", "3", (draw((56, 56)),), "a.jsonl, line 7"))
+    with pytest.raises(ValueError, match=r"^data: the prompt has 1 image token \('<\|image_pad\|>'\) for 0 pictures: "):
+        encoder.encode(Problem("see <|image_pad|>", "3"))
+    with pytest.raises(ValueError, match="^the prompt has 2 image tokens .* for 2 pictures: "):
         vision.expand("<|image_pad|><|image_pad|>", [draw((56, 56))] * 2)
 
 
@@ -117,9 +135,9 @@ def test_a_picture_of_a_form_that_the_model_does_not_take_is_named(
 ) -> None:
     Image.new("L", (300, 1)).save(tmp_path / "line.png")
     with pytest.raises(
-        ValueError, match=r"^data: the picture .*/line\.png of 300 x 1 pixels is none for this model \(abs"
+        ValueError, match=r"^a.jsonl, line 7: the picture .*/line\.png of 300 x 1 pixels is none for this model \(abs"
     ):
-        ChatEncoder(tokenizer, None, vision).encode(Problem("what?", "3", (tmp_path / "line.png",)))
+        ChatEncoder(tokenizer, None, vision).encode(Problem("what?", "3", (tmp_path / "line.png",), "a.jsonl, line 7"))
 
 
 def test_an_export_keeps_the_template_that_the_processor_alone_has(
@@ -147,8 +165,8 @@ def test_a_template_that_knows_no_pictures_is_refused(
 
 def test_models_without_eyes_or_without_processor_are_refused(folder: Path, tmp_path: Path) -> None:
     write_tiny_random_qwen3(tmp_path / "text")
-    with pytest.raises(ValueError, match="policy.model_name: .*text is a qwen3, and the data has pictures; allowed"):
-        VisionProcessor.load(tmp_path / "text")
+    with pytest.raises(ValueError, match="policy.model_name: got 'mine', a qwen3, and the data has pictures; allowed"):
+        VisionProcessor.load(tmp_path / "text", "mine")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(ValueError, match="policy.model_name: cannot load the processor of "):
         VisionProcessor.load(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from nemo_rl.models.model_source import check_model, default_cache_dir, resolve_model
+from nemo_rl.models.model_source import check_model, default_cache_dir, loadable_name, resolve_model
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
 
 
@@ -190,3 +190,17 @@ def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="policy.model_name: .*model.safetensors is damaged"):
         check_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("smollm2-135m-instruct", "/cache/x"), ("tiny-random-qwen3", "/cache/x"), ("org/name", "org/name")],
+)
+def test_an_adapter_names_a_base_that_other_programs_load(name: str, base: str) -> None:
+    assert loadable_name(name, Path("/cache/x")) == base
+
+
+def test_an_adapter_names_the_whole_path_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_random_qwen3(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert loadable_name("mine", resolve_model("mine")) == str((tmp_path / "mine").resolve())

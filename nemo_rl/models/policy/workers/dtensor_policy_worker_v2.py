@@ -27,8 +27,10 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
 )
 from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
+from nemo_rl.models.model_source import loadable_name
 from nemo_rl.models.policy.adapter_folder import export_adapter
 from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.hf_folder import copy_processor, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lora import adapters_off
@@ -188,9 +190,8 @@ class DTensorPolicyWorkerV2:
         if self.shard_options.lora is None:
             raise AssertionError("there is no adapter: policy.dtensor_cfg.lora_cfg.enabled is false")
         try:
-            export_adapter(
-                self.model, self.export_plan, self.shard_options.lora, folder, self.cfg.model_name, self.device
-            )
+            base = loadable_name(self.cfg.model_name, Path(self.model_folder))
+            export_adapter(self.model, self.export_plan, self.shard_options.lora, folder, base, self.device)
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
@@ -312,8 +313,7 @@ class DTensorPolicyWorkerV2:
 
     def _begin_refit(self, buffer_size_bytes: int, negated: bool, deadline: Deadline) -> RefitWalk:
         """Up to the first bucket. Raises TransferError on every rank; what a gather raises, the walk raises."""
-        frozen = self._frozen_names() if self._engines_hold_frozen else set()
-        plan = self.export_plan.without(frozen) if frozen else self.export_plan
+        plan = self.refit_plan()
         layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
         buffers = on_rank0(lambda: self._refit_buffers(layouts), self._exchange, deadline)
         timeline = Timeline(self.device)
@@ -340,6 +340,11 @@ class DTensorPolicyWorkerV2:
         # On the CPU new pages cost as much time as a gather; on a GPU training wants the memory.
         self._buffers = buffers if self.device.type == "cpu" else None
         return buffers
+
+    def refit_plan(self) -> ExportPlan:
+        """Of the next refit: once the engines hold all weights, without what is made of frozen ones alone."""
+        frozen = self._frozen_names() if self._engines_hold_frozen else set()
+        return self.export_plan.without(frozen) if frozen else self.export_plan
 
     def _frozen_names(self) -> set[str]:
         return {

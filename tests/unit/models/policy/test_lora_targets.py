@@ -60,7 +60,12 @@ def test_a_subclass_of_linear_gets_no_adapter() -> None:
     [
         (cases.dense_config(tied=True), ["q_proj", "proj"], [], r"target_modules: got 'proj', which no linear layer"),
         (cases.dense_config(tied=False), ["lm_head"], [], r"got 'lm_head'.*the output head takes no adapter$"),
-        (cases.dense_config(tied=True), ["q_proj"], ["query"], r"exclude_modules: got 'query', which no module"),
+        (
+            cases.dense_config(tied=True),
+            ["q_proj"],
+            ["query"],
+            r"got 'query', which no module .* allowed: down_proj, gate_proj, ",
+        ),
         (cases.dense_config(tied=True), ["q_proj"], ["*self_attn*"], r"exclude_modules: got \['\*self_attn\*'\]"),
         (
             cases.moe_config(),
@@ -93,6 +98,16 @@ def test_what_cannot_get_an_adapter_is_refused_by_key(
     with pytest.raises(ValueError, match=rf"^{KEY}\.(target|exclude)_modules: .*") as refused:
         add_adapters(on_meta(config), lora)
     assert refused.match(says)
+
+
+def test_how_many_layers_get_an_adapter_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    lora = LoRAConfig(enabled=True)
+    add_adapters(on_meta(cases.dense_config(tied=True)), lora)
+    add_adapters(AutoModelForCausalLM.from_config(cases.dense_config(tied=True)), lora)
+    assert [line for line in caplog.messages if "get an adapter" in line] == [
+        f"{KEY}: 14 linear layers get an adapter; the output head does not"
+    ]
 
 
 def test_of_a_mixture_of_experts_what_peft_does_not_take_for_experts_gets_adapters() -> None:
