@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_rl.config.errors import refusal
-from nemo_rl.config.schema import MasterConfig, ReasoningGymDataConfig, Section
+from nemo_rl.config.schema import MasterConfig, Section
 
 
 @dataclass(frozen=True)
@@ -14,40 +14,40 @@ class IdleKeys:
     on: bool
     """Whether the section's keys have an effect."""
     switch: str
-    """What to set for that."""
+    """Of the section: what turns it on. Whoever says that it is off means all of it to be."""
+    value: str
+    """What to set it to."""
     only: frozenset[str] = field(default_factory=frozenset)
     """Names in the schema; empty: all."""
 
 
 def idle_lines(config: MasterConfig) -> Iterator[str]:
-    """One line per key that has no effect and differs from its default: a section may stand there whole, switched off."""
+    """One line per key that has no effect and differs from its default, where nobody said that its section is off."""
     for idle in _sections(config):
+        if idle.on or idle.switch in idle.section.model_fields_set:
+            continue
         for name, described in type(idle.section).model_fields.items():
             value = idle.section.model_dump()[name]
-            if not idle.on and (not idle.only or name in idle.only) and value != described.default:
+            if (not idle.only or name in idle.only) and value != described.default:
                 key = f"{idle.prefix}.{described.alias or name}"
-                yield refusal(key, value, f"without effect here; set {idle.switch}")
+                yield refusal(key, value, f"without effect here; set {idle.prefix}.{idle.switch}{idle.value}")
 
 
 def _sections(config: MasterConfig) -> Iterator[IdleKeys]:
     lora, sglang, loss = config.policy.dtensor_cfg.lora_cfg, config.policy.generation.sglang_cfg, config.loss_fn
     tolerance, router = sglang.sglang_fault_tolerance_config, sglang.sglang_router_config
-    prefix = "policy.dtensor_cfg.lora_cfg"
     # Not `use_triton`: NeMo-RL's configs have it true, beside `enabled: false`.
     names = frozenset(type(lora).model_fields) - {"use_triton"}
-    yield IdleKeys(prefix, lora, lora.enabled, f"{prefix}.enabled=true", names)
+    yield IdleKeys("policy.dtensor_cfg.lora_cfg", lora, lora.enabled, "enabled", "=true", names)
     prefix = "policy.generation.sglang_cfg.sglang_fault_tolerance_config"
-    yield IdleKeys(prefix, tolerance, tolerance.use_fault_tolerance, f"{prefix}.use_fault_tolerance=true")
+    yield IdleKeys(prefix, tolerance, tolerance.use_fault_tolerance, "use_fault_tolerance", "=true")
     prefix = "policy.generation.sglang_cfg.sglang_router_config"
     names = frozenset({"cache_threshold", "balance_abs_threshold", "balance_rel_threshold"})
-    yield IdleKeys(prefix, router, router.policy == "cache_aware", f"{prefix}.policy=cache_aware", names)
-    key = "loss_fn.reference_policy_kl_penalty"
+    yield IdleKeys(prefix, router, router.policy == "cache_aware", "policy", "=cache_aware", names)
     names = frozenset({"reference_policy_kl_type"})
-    yield IdleKeys("loss_fn", loss, loss.reference_policy_kl_penalty > 0, f"{key} above 0", names)
-    key = "loss_fn.use_importance_sampling_correction"
+    on = loss.reference_policy_kl_penalty > 0
+    yield IdleKeys("loss_fn", loss, on, "reference_policy_kl_penalty", " above 0", names)
     names = frozenset({"truncated_importance_sampling_ratio"})
     # null asks for no bound, and without the weights there is none.
     on = loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None
-    yield IdleKeys("loss_fn", loss, on, f"{key}=true", names)
-    verified = not isinstance(config.data, ReasoningGymDataConfig)
-    yield IdleKeys("env.math", config.env.math, verified, "data.dataset_name to another than reasoning_gym")
+    yield IdleKeys("loss_fn", loss, on, "use_importance_sampling_correction", "=true", names)

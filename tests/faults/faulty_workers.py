@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,13 +131,23 @@ class FaultyTrainer(DTensorPolicyWorkerV2):
         return int(psutil.Process().memory_info().rss)
 
     def prepare_weight_update(self, **arguments: Any) -> None:
-        if self._fault is None:
+        with self._faulty_generator():
             super().prepare_weight_update(**arguments)
 
     def update_weights_to_sglang_distributed(self, **arguments: Any) -> RefitStats:
-        fault, self._fault = self._fault, None
+        try:
+            with self._faulty_generator():
+                return super().update_weights_to_sglang_distributed(**arguments)
+        finally:
+            self._fault = None
+
+    @contextmanager
+    def _faulty_generator(self) -> Iterator[None]:
+        """Of the walk that is made within, and goes on afterwards."""
+        fault = self._fault
         if fault is None:
-            return super().update_weights_to_sglang_distributed(**arguments)
+            yield
+            return
         generator = dtensor_policy_worker_v2.dtensor_params_generator
 
         def failing(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -148,7 +159,7 @@ class FaultyTrainer(DTensorPolicyWorkerV2):
                 _fail(fault)
 
         with mock.patch.object(dtensor_policy_worker_v2, "dtensor_params_generator", failing):
-            return super().update_weights_to_sglang_distributed(**arguments)
+            yield
 
 
 def _fail(fault: RankFault) -> None:

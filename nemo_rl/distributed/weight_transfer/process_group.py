@@ -5,6 +5,7 @@ default group with a bound device would split the parent communicator, a call th
 """
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -30,6 +31,9 @@ DeviceBackend = Any
 
 logger = logging.getLogger(__name__)
 
+_GLOO_DIRECT_RANKS = 3
+_NCCL_BUFFER_BYTES, _NCCL_CHANNELS = 4 * 2**20, 64
+"""NCCL's default per channel, and its greatest number of channels."""
 _END_S = 2.0
 """For a thread to notice that its connections have ended: it takes milliseconds."""
 
@@ -85,6 +89,17 @@ class WeightUpdateGroup:
             f"send-{self.spec.name}", lambda: _broadcast_all(backend, tensors, stream, ready, timeout)
         )
         return self._sending
+
+    def shows_arrival(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the end of rank 0's broadcast of `tensors` means that every other rank has begun to receive.
+
+        gloo's root sends to ranks 1 and 2 itself, and only when they ask. NCCL's is done when the rest fits into the buffers
+        of the ranks behind it.
+        """
+        if self.spec.backend == "gloo":
+            return self.spec.world_size <= _GLOO_DIRECT_RANKS
+        buffer_bytes = int(os.environ.get("NCCL_BUFFSIZE", _NCCL_BUFFER_BYTES)) * _NCCL_CHANNELS
+        return sum(tensor.nbytes for tensor in tensors) > buffer_bytes * (self.spec.world_size - 1)
 
     def close(self) -> None:
         """End the connections on this side, whatever is under way, and free all that the group holds. Idempotent.

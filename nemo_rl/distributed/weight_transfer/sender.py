@@ -68,8 +68,10 @@ class _Sending:
 class BucketSender:
     """Sends what the manifest holds, bucket by bucket, to every engine of one weight-update group.
 
-    A bucket is announced as soon as the one before has been received, while engines load that one; so the answers to two
-    may be outstanding. Not sooner: of two announcements that are under way an engine may see the second first.
+    A bucket is announced when every engine rank is known to receive or to have received the one before: of two announcements
+    under way an engine may read the second first, and would take the bytes of one for those of the other. Mostly the end of
+    rank 0's broadcast shows it (`WeightUpdateGroup.shows_arrival`), and engines load one bucket while they are told of the
+    next; otherwise their answers do.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class BucketSender:
         self._flattened = all(engine.takes_flattened for engine in engines)
         self._outstanding: list[_Announcement] = []
         self._sending: _Sending | None = None
+        self._max_outstanding = 1
+        """Buckets that may still be loading when the next is announced."""
         self._abandoned = False
         self._num_prepared = 0
         self._timeline = timeline or Timeline(torch.device("cpu"))
@@ -100,16 +104,19 @@ class BucketSender:
 
         Raises:
             ManifestError: the bucket is not what was planned.
+            TransferError: rank 0 could not make it; its iterator says why at its end.
         """
         for name, tensor in bucket:
             self._manifest.check(name, tensor)
+            if tensor.is_meta:
+                raise TransferError(f"{name} was not made")
         header = make_header(self._num_prepared, bucket, flattened=self._flattened)
         self._num_prepared += 1
         payload = [flatten_bucket(bucket)] if self._flattened else [tensor for _, tensor in bucket]
         return PreparedBucket(header, payload, sum(tensor.nbytes for tensor in payload), event_now(payload[0]))
 
     def send(self, bucket: PreparedBucket) -> None:
-        """When every engine has the bucket before, announce this one and start to broadcast it.
+        """When every engine rank receives the bucket before, announce this one and start to broadcast it.
 
         Whether it arrives and is loaded is heard later: in the next call, or in `finish`.
 
@@ -118,7 +125,7 @@ class BucketSender:
                 of the one before broke off.
         """
         header = bucket.header
-        self._await(max_outstanding=1)
+        self._await(max_outstanding=self._max_outstanding)
         left_s = self._deadline.remaining_s()
         if not left_s:
             raise self._failure(header, f"{header.describe()}: not sent within {self._deadline.timeout_s:g} s")
@@ -129,6 +136,7 @@ class BucketSender:
             self._raise_refusal()
         sent = self._group.send(bucket.payload, left_s + _ARRIVE_S, bucket.ready)
         self._sending = _Sending(header, sent)
+        self._max_outstanding = 1 if self._group.shows_arrival(bucket.payload) else 0
         _add_spans(self._timeline, header.index, start_s, sent, answers)
         self._sent += header.names
         self.stats = RefitStats(

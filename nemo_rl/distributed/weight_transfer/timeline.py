@@ -64,6 +64,12 @@ class Timeline:
         return event
 
 
+def extent_s(spans: Iterable[Span]) -> float:
+    """Seconds from the first start to the last end."""
+    starts, ends = zip(*((span.start_s, span.end_s) for span in spans), strict=True)
+    return float(max(ends) - min(starts))
+
+
 def busy_s(spans: Iterable[Span], lane: str | None = None) -> float:
     """Seconds in which a lane was at work, or any; what overlaps counts once."""
     busy, end_s = 0.0, 0.0

@@ -47,7 +47,7 @@ def dtensor_params_generator(
     """Yield each tensor of the manifest once, in its order: (checkpoint name, whole contiguous tensor).
 
     Collective: every rank must walk it all. Rank 0 has the tensors, one bucket at a time, as parts of a flat buffer; other
-    ranks get them on meta. Beside the buffers rank 0 holds a message as large as the largest tensor at most, or the
+    ranks get them on meta, and so does rank 0 from a failure on, so that the walk goes on at one pace. Beside the buffers rank 0 holds a message as large as the largest tensor at most, or the
     tensors of one layer that a conversion needs together, such as its stack of experts. A weight with an adapter is
     gathered in float32, and with what is added to it takes eight bytes per element.
 
@@ -70,10 +70,14 @@ def dtensor_params_generator(
         views = layout.views(_memory(layout, buffers, device))
         with torch.no_grad(), timeline.on_device("gather", index) if timeline is not None else nullcontext():
             maker.fill(views)
-        if maker.failure is None:
-            yield from ((spec.name, views[spec.name]) for spec in layout.specs)
+        made = maker.failure is None
+        yield from ((spec.name, views[spec.name] if made else _unmade(spec)) for spec in layout.specs)
     if maker.failure is not None:
         raise maker.failure
+
+
+def _unmade(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 def _is_rank0() -> bool:

@@ -30,7 +30,7 @@ def export_hf(
     weights: dict[str, torch.Tensor] = {}
     layouts = bucket_layouts(plan.manifest, EXPORT_BUCKET_BYTES)
     for name, tensor in dtensor_params_generator(model, plan, layouts=layouts):
-        if is_writer:
+        if is_writer and not tensor.is_meta:  # on meta: something went wrong, and is raised at the end
             # A copy of its own: the parts of a bucket share a storage, which safetensors refuses.
             weights[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)
     if not is_writer:

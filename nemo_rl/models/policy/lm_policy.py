@@ -13,6 +13,7 @@ from nemo_rl.distributed.weight_transfer.preflight import shared_environment
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.worker_group import RayWorkerGroup
+from nemo_rl.models.model_source import loadable_name
 from nemo_rl.models.policy.interfaces import LossFunction, PolicyInterface, TrainResult
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
@@ -35,6 +36,7 @@ class Policy(PolicyInterface):
         self._workers: RayWorkerGroup | None = None
         self._cluster: RayVirtualCluster | None = None
         self._group_name = ""
+        self._model_folder = Path()
 
     def launch(
         self,
@@ -47,7 +49,7 @@ class Policy(PolicyInterface):
         log_folder: Path,
     ) -> None:
         """Start one worker per bundle; returns at once."""
-        self._cluster = cluster
+        self._cluster, self._model_folder = cluster, model_folder
         address, port = cluster.reserve_rendezvous()
         self._workers = RayWorkerGroup(
             name="policy",
@@ -102,7 +104,9 @@ class Policy(PolicyInterface):
         self.workers.run("export_hf", timeout_s=limit_s, folder=folder)
 
     def export_adapter(self, folder: str) -> None:
-        self.workers.run("export_adapter", timeout_s=_STEP_TIMEOUT_S, folder=folder)
+        # Here, where the config's relative paths begin, and not where Ray has put the ranks.
+        base = loadable_name(self.cfg.model_name, self._model_folder)
+        self.workers.run("export_adapter", timeout_s=_STEP_TIMEOUT_S, folder=folder, base=base)
 
     def free_memory_bytes(self) -> int:
         return min(self.workers.run("free_memory_bytes", timeout_s=self._answer_by_s(None)))

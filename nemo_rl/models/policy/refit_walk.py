@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from nemo_rl.distributed.weight_transfer.buckets import NamedTensor, iter_named_tensor_buckets
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.manifest import Manifest
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
 
@@ -15,12 +16,15 @@ class RefitWalk:
         tensors: Iterable[NamedTensor],
         manifest: Manifest,
         timeline: Timeline,
+        deadline: Deadline,
         *,
         buffer_size_bytes: int,
         negated: bool,
     ) -> None:
         self.manifest = manifest
         self.timeline = timeline
+        self.deadline = deadline
+        """Of the refit, from when the first bucket was asked for."""
         self._kind = (buffer_size_bytes, negated)
         self._buckets = iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest)
         self._first: list[NamedTensor] | None = None

@@ -237,24 +237,6 @@ WITHOUT_EFFECT = [
     bad(f"{LORA}.target_modules", "[q_proj]", f"got ['q_proj']; without effect here; set {LORA}.enabled=true"),
     bad(f"{TOLERANCE}.max_replacements", "3", f"got 3; without effect here; set {TOLERANCE}.use_fault_tolerance=true"),
     bad(f"{ROUTER}.cache_threshold", "0.5", f"got 0.5; without effect here; set {ROUTER}.policy=cache_aware"),
-    together(
-        ["loss_fn.reference_policy_kl_penalty=0.0", "loss_fn.reference_policy_kl_type=k1"],
-        "loss_fn.reference_policy_kl_type",
-        "got 'k1'; without effect here; set loss_fn.reference_policy_kl_penalty above 0",
-    ),
-    together(
-        [
-            "loss_fn.use_importance_sampling_correction=false",
-            "loss_fn.truncated_importance_sampling_ratio=3.0",
-        ],
-        "loss_fn.truncated_importance_sampling_ratio",
-        "got 3.0; without effect here; set loss_fn.use_importance_sampling_correction=true",
-    ),
-    together(
-        ["data.dataset_name=reasoning_gym", "data.task=chain_sum", "env.math.verifier=math_verify"],
-        "env.math.verifier",
-        "got 'math_verify'; without effect here; set data.dataset_name to another than reasoning_gym",
-    ),
 ]
 
 BAD_CONFIGS = [

@@ -31,6 +31,12 @@ def test_every_shipped_config_is_valid_and_survives_a_round_trip(path: Path, tmp
     assert load_config(again) == config
 
 
+def test_what_is_switched_off_may_stand_there_whole() -> None:
+    lora = "policy.dtensor_cfg.lora_cfg"
+    config = load_config(ROOT / "examples/configs/grpo_lora_cpu.yaml", [f"{lora}.enabled=false", f"{lora}.dim=4"])
+    assert config.policy.dtensor_cfg.lora_cfg.if_enabled is None
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -8,6 +8,7 @@ import ray
 
 from nemo_rl.config.schema import PolicyConfig
 from nemo_rl.distributed.gpus import assigned_gpus, free_gpu_bytes, visible_gpus
+from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.server_args import NCCL_CUMEM, ServerPlace, build_command, build_environment
@@ -207,8 +208,9 @@ class SGLangGenerationWorker:
 
     def pause_and_flush(self, mode: str, timeout_s: float | None = None) -> None:
         """`pause_generation` and `invalidate_kv_cache` in one call."""
-        self.pause_generation(mode, timeout_s)
-        self.invalidate_kv_cache(timeout_s)
+        limit = Deadline(self._server_cfg.refit_timeout_s if timeout_s is None else timeout_s)
+        self.pause_generation(mode, limit.require("/pause_generation"))
+        self.invalidate_kv_cache(limit.require("/flush_cache"))
 
     def check_weights(self, action: str, timeout_s: float | None = None) -> dict[str, str]:
         """`checksum`: digest of every parameter, by `rank/name`; `snapshot`, `compare`, `reset_tensors`: no digests."""

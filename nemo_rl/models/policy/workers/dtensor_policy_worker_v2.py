@@ -27,7 +27,6 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
 )
 from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
-from nemo_rl.models.model_source import loadable_name
 from nemo_rl.models.policy.adapter_folder import export_adapter
 from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
 from nemo_rl.models.policy.export_plan import ExportPlan
@@ -173,6 +172,7 @@ class DTensorPolicyWorkerV2:
             raise ValueError(
                 f"policy.train_global_batch_size: got {data.size} samples on a rank; allowed multiples of {num_rows}"
             )
+        self._prepared = None
         return mean_result([self._train_step(part, loss_fn) for part in data.make_microbatch_iterator(num_rows)])
 
     def export_hf(self, folder: str) -> None:
@@ -185,12 +185,11 @@ class DTensorPolicyWorkerV2:
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
 
-    def export_adapter(self, folder: str) -> None:
+    def export_adapter(self, folder: str, base: str) -> None:
         """Write the adapters as a peft folder; no rank returns before it is whole."""
         if self.shard_options.lora is None:
             raise AssertionError("there is no adapter: policy.dtensor_cfg.lora_cfg.enabled is false")
         try:
-            base = loadable_name(self.cfg.model_name, Path(self.model_folder))
             export_adapter(self.model, self.export_plan, self.shard_options.lora, folder, base, self.device)
         finally:
             dist.barrier()  # also when rank 0 cannot write: the others wait here
@@ -270,15 +269,14 @@ class DTensorPolicyWorkerV2:
             raise ValueError(
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
-        deadline = self._deadline(limit_s)
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == ticket and prepared[1].matches(buffer_size_bytes, negated):
             walk = prepared[1]
         else:
             del prepared
-            walk = self._begin_refit(buffer_size_bytes, negated, deadline)
+            walk = self._begin_refit(buffer_size_bytes, negated, self._deadline(limit_s))
         self._engines_hold_frozen = False
-        group, manifest = self._update_group, walk.manifest
+        group, manifest, deadline = self._update_group, walk.manifest, walk.deadline
         sender = BucketSender(rollout_engines, group, manifest, deadline, walk.timeline) if group is not None else None
         try:
             stats = broadcast_hf_buckets_via_distributed_impl(
@@ -303,6 +301,7 @@ class DTensorPolicyWorkerV2:
         Raises:
             TransferError: on every rank, when an engine does not let go of it.
         """
+        self._prepared = None
         deadline = self._deadline(limit_s)
         on_rank0(lambda: self._disconnect(deadline), self._exchange, deadline)
 
@@ -326,7 +325,9 @@ class DTensorPolicyWorkerV2:
             negated=negated,
             timeline=timeline,
         )
-        return RefitWalk(tensors, plan.manifest, timeline, buffer_size_bytes=buffer_size_bytes, negated=negated)
+        return RefitWalk(
+            tensors, plan.manifest, timeline, deadline, buffer_size_bytes=buffer_size_bytes, negated=negated
+        )
 
     def _refit_buffers(self, layouts: Sequence[BucketLayout]) -> FlatBuffers:
         """Whatever may fail on rank 0 before the first gather."""

@@ -68,6 +68,62 @@ def test_every_tensor_arrives_bit_equal_on_every_engine(kind: type[GlooEngine], 
     assert sender.stats.num_buckets == len(engines[0].headers)
 
 
+class SlowlyToldEngine(GlooEngine):
+    """The announcement of bucket 0 takes long to reach it, those after it do not."""
+
+    def announce(self, header: BucketHeader, group_name: str, timeout_s: float) -> Future[None]:
+        if header.index > 0:
+            return super().announce(header, group_name, timeout_s)
+        answer: Future[None] = Future()
+
+        def tell() -> None:
+            time.sleep(0.3)
+            super(SlowlyToldEngine, self).announce(header, group_name, timeout_s).result()
+            answer.set_result(None)
+
+        threading.Thread(target=tell, daemon=True).start()
+        return answer
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_an_engine_that_hears_late_of_one_bucket_does_not_take_it_for_the_next(late: int) -> None:
+    """Of four gloo ranks, the last is served by another than rank 0, which is done before it has asked."""
+    engines = [(SlowlyToldEngine if index == late else GlooEngine)(f"engine {index}") for index in range(3)]
+    named = [("layers.0.w", torch.zeros(1000)), ("layers.1.w", torch.ones(1000))]
+    sender = BucketSender(engines, connect(engines), manifest_of(named), Deadline(20))
+    for item in named:
+        sender.send(sender.prepare([item]))
+    sender.finish()
+    for engine in engines:
+        assert {name: tensor[0].item() for name, tensor in engine.received.items()} == {
+            "layers.0.w": 0,
+            "layers.1.w": 1,
+        }
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size", "num_bytes", "shows"),
+    [
+        ("gloo", 2, 1, True),
+        ("gloo", 3, 1, True),
+        ("gloo", 4, 10**9, False),
+        ("nccl", 2, 2**28, False),
+        ("nccl", 2, 2**28 + 1, True),
+        ("nccl", 5, 2**30, False),
+        ("nccl", 5, 2**30 + 1, True),
+    ],
+)
+def test_when_the_end_of_a_broadcast_shows_that_all_receive(
+    backend: str, world_size: int, num_bytes: int, shows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_BUFFSIZE", raising=False)
+    group = WeightUpdateGroup(
+        name="g", backend=backend, master_address="127.0.0.1", world_size=world_size, deadline=Deadline(5)
+    )
+    assert group.shows_arrival([torch.empty(num_bytes, dtype=torch.uint8, device="meta")]) is shows
+    group.close()
+
+
 def test_rank_offsets_follow_the_engines_sizes() -> None:
     engines = [GlooEngine("a", 1), GlooEngine("b", 2), GlooEngine("c", 1)]
     connect(engines)

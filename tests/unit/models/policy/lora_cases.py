@@ -61,7 +61,7 @@ def run_case(case: LoraCase, rank: int, world_size: int) -> dict[str, Any]:
     seen["payloads"] += [refits.next() for _ in range(NUM_REFITS - 1)]
     seen["last_adapters"] = adapters(worker)
     worker.export_hf(case.export(world_size))
-    worker.export_adapter(f"{case.export(world_size)}_adapter")
+    worker.export_adapter(f"{case.export(world_size)}_adapter", "tiny")
     seen["base_after"] = base_digest(worker)
     worker.disconnect_sglang_rollout_engines_distributed()
     worker.shutdown()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_rl.distributed.weight_transfer.broadcast import broadcast_hf_buckets_via_distributed_impl
-from nemo_rl.distributed.weight_transfer.buckets import FlatBuffers, bucket_layouts, iter_named_tensor_buckets
+from nemo_rl.distributed.weight_transfer.buckets import FlatBuffers, bucket_layouts
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.rank_exchange import RankExchange
@@ -27,6 +27,7 @@ from nemo_rl.models.policy.conversions import TensorGroup
 from nemo_rl.models.policy.export import dtensor_params_generator
 from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
+from nemo_rl.models.policy.refit_walk import RefitWalk
 
 NUM_RANKS = 3
 BUCKET_BYTES = 10_000
@@ -94,10 +95,12 @@ def refit(model: Any, plan: ExportPlan, gathers: Gathers, exchange: RankExchange
         buffers=FlatBuffers(layouts, CPU) if exchange.rank == 0 else None,
         timeline=timeline,
     )
+    walk = RefitWalk(tensors, plan.manifest, timeline, deadline, buffer_size_bytes=BUCKET_BYTES, negated=False)
+    num_first = len(gathers.messages)
     error, stats = "", None
     try:
         stats = broadcast_hf_buckets_via_distributed_impl(
-            bucket_iterator=tell(iter_named_tensor_buckets(tensors, BUCKET_BYTES, plan.manifest), second.set),
+            bucket_iterator=tell(iter(walk), second.set),
             rollout_engines=[],
             sender=sender,
             exchange=exchange,
@@ -107,6 +110,7 @@ def refit(model: Any, plan: ExportPlan, gathers: Gathers, exchange: RankExchange
         error = str(failure)
     return {
         "messages": gathers.take(),
+        "num_first": num_first,
         "error": error,
         "received": engine.received if engine else {},
         "num_buckets": stats.num_buckets if stats else 0,
@@ -177,6 +181,13 @@ def test_a_conversion_that_fails_on_rank_0_is_told_to_all_after_the_last_gather(
     assert ranks[0]["broken"]["messages"] == ranks[0]["whole"]["messages"]
     for rank in ranks:
         assert rank["broken"]["error"].startswith("trainer rank 0: ArithmeticError: cannot be converted")
+
+
+@pytest.mark.parametrize("case", ["whole", "broken", "frozen"])
+def test_the_first_bucket_alone_is_made_before_the_walk(case: str, ranks: list[dict[str, Any]]) -> None:
+    num_first = [rank[case]["num_first"] for rank in ranks]
+    assert 0 < num_first[0] < len(ranks[0][case]["messages"])
+    assert num_first == [num_first[0]] * NUM_RANKS
 
 
 def test_what_is_made_of_frozen_parameters_alone_is_left_out(ranks: list[dict[str, Any]]) -> None:
