@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every GPU test, on a machine with one CUDA device or more, in under 8 minutes; with two, those that need them, too:
+# Every GPU test, on a machine with one CUDA device or more; with two, those that need them, too. The first part has 4
+# minutes, then the others as many and a half, beside one another:
 #
 #   bash tests/functional/run_gpu.sh [FOLDER]     # for the output; logs/gpu_tests if not given
 #
