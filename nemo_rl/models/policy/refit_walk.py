@@ -14,18 +14,15 @@ class RefitWalk:
     def __init__(
         self,
         tensors: Iterable[NamedTensor],
+        buffer_size_bytes: int,
         manifest: Manifest,
         timeline: Timeline,
         deadline: Deadline,
-        *,
-        buffer_size_bytes: int,
-        negated: bool,
     ) -> None:
         self.manifest = manifest
         self.timeline = timeline
         self.deadline = deadline
         """Of the refit, from when the first bucket was asked for."""
-        self._kind = (buffer_size_bytes, negated)
         self._buckets = iter_named_tensor_buckets(tensors, buffer_size_bytes, manifest)
         self._first: list[NamedTensor] | None = None
         self._failure: Exception | None = None
@@ -33,9 +30,6 @@ class RefitWalk:
             self._first = next(self._buckets, None)
         except Exception as error:  # noqa: BLE001 whatever it is, the ranks tell one another in the walk
             self._failure = error
-
-    def matches(self, buffer_size_bytes: int, negated: bool) -> bool:
-        return self._kind == (buffer_size_bytes, negated)
 
     def __iter__(self) -> Iterator[list[NamedTensor]]:
         if self._failure is not None:

@@ -109,8 +109,8 @@ class DTensorPolicyWorkerV2:
         self._engines: Sequence[Receiver] = ()
         self._update_group: WeightUpdateGroup | None = None
         self._buffers: FlatBuffers | None = None
-        self._prepared: tuple[str, RefitWalk] | None = None
-        """And its ticket."""
+        self._prepared: tuple[tuple[str, int, bool], RefitWalk] | None = None
+        """And what it is for: ticket, bucket size in bytes, negated."""
         self._engines_hold_frozen = False
         """Whether every engine of the group has had all weights, those that training leaves alone too."""
         self.tokenizer_folder = tokenizer_folder
@@ -230,15 +230,14 @@ class DTensorPolicyWorkerV2:
         self._engines_hold_frozen, self._prepared = False, None
         self._update_group = on_rank0(connect, self._exchange, deadline)
 
-    def prepare_weight_update(
-        self, *, ticket: str, buffer_size_bytes: int, negated: bool = False, limit_s: float | None = None
-    ) -> None:
+    def prepare_weight_update(self, *, ticket: str, buffer_size_bytes: int, limit_s: float | None = None) -> None:
         """Gather the first bucket, which needs no engine: they may still be generating.
 
-        `update_weights_to_sglang_distributed` goes on from there when it is given this ticket, the same size and `negated`.
+        `update_weights_to_sglang_distributed` goes on from there when it is given this ticket and size.
         """
         try:
-            self._prepared = ticket, self._begin_refit(buffer_size_bytes, negated, self._deadline(limit_s))
+            walk = self._begin_refit(buffer_size_bytes, self._deadline(limit_s), negated=False)
+            self._prepared = (ticket, buffer_size_bytes, False), walk
         except TransferError as error:  # on every rank; the refit begins anew, and raises what is wrong
             logger.warning("%s", error)
 
@@ -270,11 +269,11 @@ class DTensorPolicyWorkerV2:
                 f"target_precision: got {target_precision!r}; allowed: that of policy.precision, {self.dtype}"
             )
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == ticket and prepared[1].matches(buffer_size_bytes, negated):
+        if prepared is not None and prepared[0] == (ticket, buffer_size_bytes, negated):
             walk = prepared[1]
         else:
             del prepared
-            walk = self._begin_refit(buffer_size_bytes, negated, self._deadline(limit_s))
+            walk = self._begin_refit(buffer_size_bytes, self._deadline(limit_s), negated=negated)
         self._engines_hold_frozen = False
         group, manifest, deadline = self._update_group, walk.manifest, walk.deadline
         sender = BucketSender(rollout_engines, group, manifest, deadline, walk.timeline) if group is not None else None
@@ -310,7 +309,7 @@ class DTensorPolicyWorkerV2:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _begin_refit(self, buffer_size_bytes: int, negated: bool, deadline: Deadline) -> RefitWalk:
+    def _begin_refit(self, buffer_size_bytes: int, deadline: Deadline, *, negated: bool) -> RefitWalk:
         """Up to the first bucket. Raises TransferError on every rank; what a gather raises, the walk raises."""
         plan = self.refit_plan()
         layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
@@ -325,9 +324,7 @@ class DTensorPolicyWorkerV2:
             negated=negated,
             timeline=timeline,
         )
-        return RefitWalk(
-            tensors, plan.manifest, timeline, deadline, buffer_size_bytes=buffer_size_bytes, negated=negated
-        )
+        return RefitWalk(tensors, buffer_size_bytes, plan.manifest, timeline, deadline)
 
     def _refit_buffers(self, layouts: Sequence[BucketLayout]) -> FlatBuffers:
         """Whatever may fail on rank 0 before the first gather."""

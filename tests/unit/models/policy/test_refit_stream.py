@@ -95,7 +95,7 @@ def refit(model: Any, plan: ExportPlan, gathers: Gathers, exchange: RankExchange
         buffers=FlatBuffers(layouts, CPU) if exchange.rank == 0 else None,
         timeline=timeline,
     )
-    walk = RefitWalk(tensors, plan.manifest, timeline, deadline, buffer_size_bytes=BUCKET_BYTES, negated=False)
+    walk = RefitWalk(tensors, BUCKET_BYTES, plan.manifest, timeline, deadline)
     num_first = len(gathers.messages)
     error, stats = "", None
     try:
