@@ -143,7 +143,7 @@ def growth_bytes(refit: Callable[[], object], rig: EngineRig, generation: SGLang
 
 
 def resident_bytes(rig: EngineRig, generation: SGLangGeneration) -> dict[str, int]:
-    supervisor = psutil.Process(ray.get(generation.rollout_engines[0].actor.pid.remote()))
+    supervisor = psutil.Process(ray.get(generation._fleet.ready()[0].actor.pid.remote()))
     engine = sum(process.memory_info().rss for process in supervisor.children(recursive=True))
     ranks = rig.policies[2].workers.run("resident_bytes", timeout_s=60)
     return {"engine": engine} | {f"rank {rank}": size for rank, size in enumerate(ranks)}

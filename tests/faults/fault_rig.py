@@ -81,14 +81,17 @@ class FaultRig:
 
     def engine(self, index: int) -> Any:
         """The actor of the ready engine at this place."""
-        return self.generation.rollout_engines[index].actor
+        return self._actors()[index]
+
+    def _actors(self) -> list[Any]:
+        return [engine.actor for engine in self.generation._fleet.ready()]
 
     def arm_engine(self, index: int, fault: EngineFault) -> None:
         ray.get(self.engine(index).arm.remote(fault), timeout=CALL_TIMEOUT_S)
 
     def disarm(self) -> bool:
         """Whether a fault was still waiting for its call on an engine that is left."""
-        actors = [receiver.actor for receiver in self.generation.rollout_engines]
+        actors = self._actors()
         waiting = ray.get([actor.is_armed.remote() for actor in actors], timeout=CALL_TIMEOUT_S)
         ray.get([actor.arm.remote(None) for actor in actors], timeout=CALL_TIMEOUT_S)
         return any(waiting)
@@ -98,7 +101,7 @@ class FaultRig:
         self.policy.workers.run("arm", timeout_s=CALL_TIMEOUT_S, per_rank=per_rank)
 
     def own_urls(self) -> list[str]:
-        return ray.get([r.actor.own_url.remote() for r in self.generation.rollout_engines], timeout=CALL_TIMEOUT_S)
+        return ray.get([actor.own_url.remote() for actor in self._actors()], timeout=CALL_TIMEOUT_S)
 
     def rollout(self) -> int:
         """Sample a batch; returns the number of samples, every one of the last refit's version."""
@@ -148,7 +151,7 @@ class FaultRig:
 
     def note_processes(self) -> set[int]:
         """Remember what lives now; returns the process ids of ready engines and of ranks."""
-        families = [receiver.actor.family.remote() for receiver in self.generation.rollout_engines]
+        families = [actor.family.remote() for actor in self._actors()]
         pids = {pid for family in ray.get(families, timeout=CALL_TIMEOUT_S) for pid in family}
         pids |= set(self.policy.workers.run("process_id", timeout_s=CALL_TIMEOUT_S))
         for pid in pids - self.seen.keys():

@@ -16,7 +16,6 @@ from fault_proxy import EngineFault, FaultProxy
 
 from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.models.generation.sglang import sglang_worker
-from nemo_rl.models.generation.sglang.http_client import EngineClient
 from nemo_rl.models.generation.sglang.server_args import build_command
 from nemo_rl.models.generation.sglang.server_process import ServerProcess
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
@@ -35,10 +34,8 @@ class FaultyEngine(SGLangGenerationWorker):
     """
 
     def start(self) -> str:
-        url = super().start()
-        self._own_url = url
-        self._proxy = FaultProxy(url, self.act)
-        self._client = EngineClient(f"engine {self._engine_index}", self._proxy.url, self._timeout_s(), self._keys)
+        self._own_url = super().start()
+        self._proxy = FaultProxy(self._own_url, self.act)
         return self._proxy.url
 
     def _launch(self, port: int, internal_port: int) -> ServerProcess:
@@ -48,9 +45,6 @@ class FaultyEngine(SGLangGenerationWorker):
 
         with mock.patch.object(sglang_worker, "build_command", forking):
             return super()._launch(port, internal_port)
-
-    def _timeout_s(self) -> float:
-        return self._server_cfg.refit_timeout_s
 
     def shutdown(self) -> None:
         super().shutdown()

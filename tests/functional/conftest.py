@@ -8,6 +8,7 @@ import pytest
 from engine_config import HOST, OneEngine, make_policy_config
 
 from nemo_rl.models.generation.sglang.access import AccessKeys
+from nemo_rl.models.generation.sglang.engine_control import EngineControl
 from nemo_rl.models.generation.sglang.sampler import EngineSampler
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
 from nemo_rl.models.tiny_model import write_tiny_random_qwen3
@@ -34,10 +35,10 @@ def engine_log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_engine(
+def shared_worker(
     tiny_model_folder: Path, engine_keys: AccessKeys, engine_log_folder: Path
 ) -> Iterator[SGLangGenerationWorker]:
-    """One real server on `tiny_model_folder`. A test leaves it as it found it: weights, version, not paused."""
+    """Of the shared server, which `shared_engine` starts."""
     worker = SGLangGenerationWorker(
         cfg=make_policy_config(tiny_model_folder),
         engine_index=0,
@@ -48,22 +49,25 @@ def shared_engine(
         host=HOST,
         keys=engine_keys,
     )
-    try:
-        worker.start()
-        yield worker
-    finally:
-        worker.shutdown()
+    yield worker
+    worker.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_engine(shared_worker: SGLangGenerationWorker, engine_keys: AccessKeys) -> EngineControl:
+    """One real server on `tiny_model_folder`. A test leaves it as it found it: weights, version, not paused."""
+    return EngineControl("engine 0", shared_worker.start(), 60.0, engine_keys)
 
 
 @pytest.fixture
 def make_generation(
-    shared_engine: SGLangGenerationWorker, tiny_model_folder: Path, engine_keys: AccessKeys
+    shared_engine: EngineControl, tiny_model_folder: Path, engine_keys: AccessKeys
 ) -> Callable[..., EngineSampler]:
     """Makes the driver's handle on the shared server, with settings of `policy.generation`."""
 
     def make(*, server: dict[str, Any] | None = None, **generation: Any) -> EngineSampler:
         config = make_policy_config(tiny_model_folder, server=server, **generation)
-        dispatcher = OneEngine(shared_engine.url())
+        dispatcher = OneEngine(shared_engine.url)
         return EngineSampler(cfg=config, dispatcher=dispatcher, keys=engine_keys, pad_token_id=0, eos_token_ids=[2])
 
     return make

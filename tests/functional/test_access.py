@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nemo_rl.models.generation.sglang.access import ADMIN_ENDPOINTS
-from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError
+from nemo_rl.models.generation.sglang.http_client import EngineError
 
 REQUEST = {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 1}}
 INFORMATION = ["/model_info", "/server_info", "/openapi.json", "/v1/models"]
@@ -18,13 +18,13 @@ OTHERADMIN_ENDPOINTS = ["/update_weights_from_tensor", "/release_memory_occupati
 
 
 @pytest.fixture
-def client(shared_engine, engine_keys):
-    return EngineClient("engine 0", shared_engine.url(), 60.0, engine_keys)
+def client(shared_engine):
+    return shared_engine
 
 
 @pytest.fixture
-def family(shared_engine):
-    supervisor = psutil.Process(shared_engine.pid())
+def family(shared_worker, shared_engine):
+    supervisor = psutil.Process(shared_worker.pid())
     return [supervisor, *supervisor.children(recursive=True)]
 
 
@@ -38,7 +38,7 @@ WRONG = {"none": {}, "wrong": {"Authorization": "Bearer " + "0" * 64}, "scheme":
 
 @pytest.mark.parametrize("headers", WRONG.values(), ids=WRONG)
 def test_without_the_right_key_every_door_is_shut(shared_engine, headers):
-    url = shared_engine.url()
+    url = shared_engine.url
     assert _status(url, "/generate", headers, REQUEST) == 401
     assert [endpoint for endpoint in INFORMATION if _status(url, endpoint, headers) != 401] == []
     endpoints = [*sorted(ADMIN_ENDPOINTS), *OTHERADMIN_ENDPOINTS]
@@ -46,11 +46,11 @@ def test_without_the_right_key_every_door_is_shut(shared_engine, headers):
 
 
 def test_health_is_open(shared_engine):
-    assert _status(shared_engine.url(), "/health", {}) == 200
+    assert _status(shared_engine.url, "/health", {}) == 200
 
 
 def test_the_api_key_opens_generation_and_information_and_nothing_that_changes_the_engine(shared_engine, engine_keys):
-    url, headers = shared_engine.url(), engine_keys.headers(admin=False)
+    url, headers = shared_engine.url, engine_keys.headers(admin=False)
     assert _status(url, "/generate", headers, REQUEST) == 200
     assert [endpoint for endpoint in INFORMATION if _status(url, endpoint, headers) != 200] == []
     endpoints = [*sorted(ADMIN_ENDPOINTS), *OTHERADMIN_ENDPOINTS]
@@ -58,7 +58,7 @@ def test_the_api_key_opens_generation_and_information_and_nothing_that_changes_t
 
 
 def test_the_administrative_key_opens_what_changes_the_engine_and_no_generation(shared_engine, engine_keys):
-    url, headers = shared_engine.url(), engine_keys.headers(admin=True)
+    url, headers = shared_engine.url, engine_keys.headers(admin=True)
     assert _status(url, "/generate", headers, REQUEST) == 401
     # Refused for what they say, not for who asks.
     assert [endpoint for endpoint in sorted(ADMIN_ENDPOINTS) if _status(url, endpoint, headers, {}) == 401] == []
@@ -77,14 +77,14 @@ def test_the_client_sends_each_endpoint_its_key(client):
         client.get("/get_weights_by_name")
 
 
-def test_nccl_cumem_is_the_servers_own(shared_engine, family):
+def test_nccl_cumem_is_the_servers_own(shared_worker, family):
     values = {
         line
         for process in family
         for line in Path(f"/proc/{process.pid}/environ").read_text().split("\0")
         if line.startswith("NCCL_CUMEM_ENABLE=")
     }
-    assert values == {f"NCCL_CUMEM_ENABLE={shared_engine.nccl_cumem_enable()}"}
+    assert values == {f"NCCL_CUMEM_ENABLE={shared_worker.nccl_cumem_enable()}"}
 
 
 def test_no_process_shows_a_key(family, engine_keys):

@@ -17,6 +17,7 @@ from engine_config import CONCURRENCY, HOST, MAX_TOTAL_SEQUENCE_LENGTH, OneEngin
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.weight_transfer.buckets import BucketHeader
 from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.http_client import EngineClient, EngineError, ServerCapabilities
 from nemo_rl.models.generation.sglang.sampler import EngineSampler
@@ -146,7 +147,7 @@ def test_more_requests_than_the_engine_takes_at_once(make_generation, prompts):
 
 
 def test_capabilities_of_the_installed_server(shared_engine):
-    assert shared_engine.capabilities() == ServerCapabilities(
+    assert shared_engine.capabilities == ServerCapabilities(
         weight_update_session=True,
         flattened_bucket=True,
         weights_checker=True,
@@ -166,8 +167,9 @@ def test_sessions_begin_and_end_once(shared_engine):
 
 def test_a_refused_update_raises_with_the_engines_text(shared_engine):
     shared_engine.begin_weight_update()
+    header = BucketHeader(0, ("lm_head.weight",), ("float32",), ((1, 1),), flattened=False)
     with pytest.raises(EngineError, match="nobody") as caught:
-        shared_engine.update_weights_from_distributed(["lm_head.weight"], ["float32"], [[1, 1]], "nobody")
+        shared_engine.update_weights_from_distributed(header, "nobody")
     shared_engine.end_weight_update()
     assert caught.value.endpoint == "/update_weights_from_distributed"
     assert "engine 0" in caught.value.engine
@@ -176,17 +178,17 @@ def test_a_refused_update_raises_with_the_engines_text(shared_engine):
 
 
 def test_disk_round_trip_moves_the_checksums_and_brings_them_back(shared_engine, tiny_model_folder, tmp_path):
-    before = shared_engine.check_weights("checksum")
+    before = shared_engine.checksums()
     assert "0/model.embed_tokens.weight" in before
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
     model.save_pretrained(tmp_path)
     shared_engine.update_weights_from_disk(str(tmp_path))
-    changed = shared_engine.check_weights("checksum")
+    changed = shared_engine.checksums()
     shared_engine.update_weights_from_disk(str(tiny_model_folder))
     assert {name for name in before if before[name] != changed[name]} == {"0/model.layers.1.mlp.down_proj.weight"}
-    assert shared_engine.check_weights("checksum") == before
+    assert shared_engine.checksums() == before
 
 
 def test_samples_report_the_weight_version(shared_engine, make_generation, prompts):
@@ -231,7 +233,7 @@ def _sampler(config, url, keys):
 
 def test_a_prompt_that_the_engine_refuses_names_the_engine(shared_engine, tiny_model_folder, engine_keys):
     config = make_policy_config(tiny_model_folder).model_copy(update={"max_total_sequence_length": 10_000})
-    generation = _sampler(config, shared_engine.url(), engine_keys)
+    generation = _sampler(config, shared_engine.url, engine_keys)
     data = BatchedDataDict({"input_ids": torch.full((1, 9_000), 40), "input_lengths": torch.tensor([9_000])})
     with pytest.raises(EngineError, match=r"engine 0 at http.* /generate: HTTP 400: .*9000"):
         generation.generate(data)

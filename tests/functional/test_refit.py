@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -209,14 +208,14 @@ def test_a_refused_bucket_fails_on_every_rank_and_the_engine_is_not_used_again(s
     version = stack.synchronizer.metrics()["refit/weight_version"]
     group_name = stack.policy._group_name
     (engine,) = stack.generation.rollout_engines
-    ray.get(engine.actor.destroy_weights_update_group.remote(group_name))
+    engine.control.destroy_weights_update_group(group_name)
     start_s = time.monotonic()
     with pytest.raises(TransferError, match=rf"engine 0 at http.* failed at bucket 0 .*Group {group_name} not in"):
         stack.synchronizer.sync_weights()
     assert time.monotonic() - start_s < 20
     assert stack.synchronizer.is_stale
     assert stack.synchronizer.metrics()["refit/weight_version"] == version
-    assert ray.get(engine.actor.weight_version.remote()) == str(version)
+    assert engine.control.weight_version() == str(version)
     blocked = threading.Event()
     url = engine.name.rpartition(" ")[2]
     thread = threading.Thread(target=lambda: (generate_at(stack, url, [5] * 8), blocked.set()), daemon=True)

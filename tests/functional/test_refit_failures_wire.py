@@ -3,40 +3,34 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from worker_receiver import WorkerReceiver
 
 from nemo_rl.distributed.weight_transfer.buckets import NamedTensor, iter_named_tensor_buckets, make_header
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.manifest import Manifest, TensorSpec
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup
-from nemo_rl.distributed.weight_transfer.receiver import GroupSpec, Receiver
+from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.rollout_engines import (
     connect_rollout_engines_from_distributed,
     disconnect_rollout_engines_from_distributed,
 )
 from nemo_rl.distributed.weight_transfer.sender import BucketSender
-from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
+from nemo_rl.models.generation.sglang.access import AccessKeys
+from nemo_rl.models.generation.sglang.engine_control import EngineControl
+from nemo_rl.models.generation.sglang.receiver import HttpReceiver
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
+DEAD_URL = "http://127.0.0.1:1"
+"""Nobody listens there."""
 PROMPT_S = 5.0
 """Within this the server answers again; a scheduler left in a broadcast would answer after half an hour."""
-
-
-class DeadReceiver(WorkerReceiver):
-    def join(self, group: GroupSpec, rank_offset: int, timeout_s: float) -> Future[None]:
-        def refuse() -> None:
-            raise RuntimeError("its process has ended")
-
-        return self._pool.submit(refuse)
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +70,13 @@ def send(engine: Receiver, group: WeightUpdateGroup, named: Sequence[NamedTensor
 
 @pytest.fixture
 def check_recovers(
-    shared_engine: SGLangGenerationWorker, named: list[NamedTensor]
-) -> Callable[[WorkerReceiver, float, str], None]:
+    shared_engine: EngineControl, named: list[NamedTensor]
+) -> Callable[[HttpReceiver, float, str], None]:
     """Call it after a failure: the server answers within `PROMPT_S` of it, and the whole model brings it back."""
-    before = shared_engine.check_weights("checksum")
+    before = shared_engine.checksums()
 
-    def check(engine: WorkerReceiver, failed_s: float, name: str) -> None:
-        shared_engine.check_weights("checksum", PROMPT_S)
+    def check(engine: HttpReceiver, failed_s: float, name: str) -> None:
+        shared_engine.checksums(PROMPT_S)
         logger.info("served again %.3f s after the failure", time.monotonic() - failed_s)
         assert time.monotonic() - failed_s < PROMPT_S
         shared_engine.end_weight_update()
@@ -92,51 +86,53 @@ def check_recovers(
         shared_engine.end_weight_update()
         disconnect_rollout_engines_from_distributed(rollout_engines=[engine], group=group, deadline=Deadline(TIMEOUT_S))
         logger.info("whole model sent again %.3f s after the failure", time.monotonic() - failed_s)
-        assert shared_engine.check_weights("checksum") == before
+        assert shared_engine.checksums() == before
 
     return check
 
 
 def test_a_bucket_refused_before_it_is_received(
-    shared_engine: SGLangGenerationWorker, named: list[NamedTensor], check_recovers: Callable[..., None]
+    shared_engine: EngineControl, named: list[NamedTensor], check_recovers: Callable[..., None]
 ) -> None:
     """No session is open, so the server answers 400 and never enters the broadcast."""
-    engine = WorkerReceiver(shared_engine)
+    engine = HttpReceiver(shared_engine, takes_flattened=True)
     group = connect([engine], "refused")
     start_s = time.monotonic()
-    with pytest.raises(TransferError, match="engine 0 failed at bucket 0 .* HTTP 400: .*begin_weight_update") as caught:
+    with pytest.raises(
+        TransferError, match="engine 0 at .* failed at bucket 0 .* HTTP 400: .*begin_weight_update"
+    ) as caught:
         send(engine, group, named, 20_000)
     assert time.monotonic() - start_s < PROMPT_S
-    assert caught.value.engines_failed == ("engine 0",)
+    assert caught.value.engines_failed == (engine.name,)
     shared_engine.begin_weight_update()
     check_recovers(engine, time.monotonic(), "after refused")
 
 
 def test_a_bucket_that_the_engine_cannot_load(
-    shared_engine: SGLangGenerationWorker, named: list[NamedTensor], check_recovers: Callable[..., None]
+    shared_engine: EngineControl, named: list[NamedTensor], check_recovers: Callable[..., None]
 ) -> None:
     """Half of the model has new values, then a tensor has a wrong shape: the engine holds parts of both."""
-    engine = WorkerReceiver(shared_engine)
+    engine = HttpReceiver(shared_engine, takes_flattened=True)
     shared_engine.begin_weight_update()
-    before = shared_engine.check_weights("checksum")
+    before = shared_engine.checksums()
     spoilt = [(name, tensor + 1.0) for name, tensor in named]
     name, tensor = spoilt[-1]
     spoilt[-1] = (name, torch.zeros(*(2 * size for size in tensor.shape)))
     group = connect([engine], "unloadable")
-    with pytest.raises(TransferError, match="engine 0 failed at bucket") as caught:
+    with pytest.raises(TransferError, match="engine 0 at .* failed at bucket") as caught:
         send(engine, group, spoilt, 20_000)
     failed_s = time.monotonic()
     assert "The full weights of the ModelRunner are partially updated" in str(caught.value.facts.engine_text)
     assert caught.value.partly_updated
-    assert shared_engine.check_weights("checksum", PROMPT_S) != before
+    assert shared_engine.checksums(PROMPT_S) != before
     check_recovers(engine, failed_s, "after unloadable")
 
 
 def test_a_sender_that_ends_in_mid_broadcast(
-    shared_engine: SGLangGenerationWorker, named: list[NamedTensor], check_recovers: Callable[..., None]
+    shared_engine: EngineControl, named: list[NamedTensor], check_recovers: Callable[..., None]
 ) -> None:
     """The engine waits for bytes that never come; torch would let it wait half an hour."""
-    engine = WorkerReceiver(shared_engine)
+    engine = HttpReceiver(shared_engine, takes_flattened=True)
     shared_engine.begin_weight_update()
     group = connect([engine], "ended")
     sender = BucketSender([engine], group, manifest_of(named), Deadline(TIMEOUT_S))
@@ -152,25 +148,25 @@ def test_a_sender_that_ends_in_mid_broadcast(
 
 
 def test_an_engine_that_waits_for_another_to_join_is_let_go(
-    shared_engine: SGLangGenerationWorker, check_recovers: Callable[..., None]
+    shared_engine: EngineControl, check_recovers: Callable[..., None]
 ) -> None:
-    engine, dead = WorkerReceiver(shared_engine), DeadReceiver(shared_engine)
-    dead.name = "engine 1"
+    engine = HttpReceiver(shared_engine, takes_flattened=True)
+    dead = HttpReceiver(EngineControl("engine 1", DEAD_URL, TIMEOUT_S, AccessKeys.make()), takes_flattened=True)
     start_s = time.monotonic()
     with pytest.raises(
-        TransferError, match="engine 1 did not join the weight-update group: its process has ended"
+        TransferError, match="engine 1 at .* did not join the weight-update group: .*Connection refused"
     ) as caught:
         connect([engine, dead], "unformed")
     logger.info("connect failed after %.3f s", time.monotonic() - start_s)
-    assert caught.value.engines_failed == ("engine 1",)
+    assert caught.value.engines_failed == (dead.name,)
     shared_engine.begin_weight_update()
     check_recovers(engine, start_s, "after unformed")
 
 
 def test_one_name_serves_twice_when_the_parting_was_orderly(
-    shared_engine: SGLangGenerationWorker, named: list[NamedTensor], check_recovers: Callable[..., None]
+    shared_engine: EngineControl, named: list[NamedTensor], check_recovers: Callable[..., None]
 ) -> None:
-    engine = WorkerReceiver(shared_engine)
+    engine = HttpReceiver(shared_engine, takes_flattened=True)
     for _ in range(2):
         group = connect([engine], "one name")
         disconnect_rollout_engines_from_distributed(rollout_engines=[engine], group=group, deadline=Deadline(TIMEOUT_S))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from engine_config import make_policy_config
-from worker_receiver import WorkerReceiver
 
 from nemo_rl.config.schema import PolicyConfig
-from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
+from nemo_rl.models.generation.sglang.engine_control import EngineControl
+from nemo_rl.models.generation.sglang.receiver import HttpReceiver
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
 NUM_REFITS = 5
@@ -72,11 +72,11 @@ def other_rank(tiny_model_folder: Path) -> Any:
 
 
 def test_five_refits_from_two_tensor_parallel_ranks_are_what_the_engine_loads_from_disk(
-    shared_engine: SGLangGenerationWorker, tiny_model_folder: Path, other_rank: Any, record_property: Any
+    shared_engine: EngineControl, tiny_model_folder: Path, other_rank: Any, record_property: Any
 ) -> None:
     context, port = other_rank
-    from_disk = shared_engine.check_weights("checksum")
-    trainer, engine = make_trainer(tiny_model_folder, 0, port), WorkerReceiver(shared_engine)
+    from_disk = shared_engine.checksums()
+    trainer, engine = make_trainer(tiny_model_folder, 0, port), HttpReceiver(shared_engine, takes_flattened=True)
     connect_trainer(trainer, [engine])
     for number in range(1 + NUM_REFITS):
         start_s = time.monotonic()
@@ -84,7 +84,7 @@ def test_five_refits_from_two_tensor_parallel_ranks_are_what_the_engine_loads_fr
         refit(trainer, [engine], negated=number == 0)
         shared_engine.end_weight_update()
         record_property(f"refit_{number}_s", round(time.monotonic() - start_s, 3))
-        digests = shared_engine.check_weights("checksum")
+        digests = shared_engine.checksums()
         assert digests.keys() == from_disk.keys()
         if number == 0:
             assert any(digests[name] != from_disk[name] for name in digests)

@@ -22,7 +22,6 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, start_ray
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
-from nemo_rl.models.generation.sglang.receiver import RayReceiver
 from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
 
 MAX_NEW_TOKENS = 400
@@ -83,10 +82,6 @@ def prompts(num: int, *, length: int = 24, seed: int = 0) -> BatchedDataDict:
     return BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((num,), length)})
 
 
-def url(receiver: RayReceiver) -> str:
-    return receiver.name.rpartition(" ")[2]
-
-
 def ask(generation: SGLangGeneration, address: str, prompt: torch.Tensor) -> dict[str, Any]:
     body = {
         "input_ids": prompt.tolist(),
@@ -98,13 +93,16 @@ def ask(generation: SGLangGeneration, address: str, prompt: torch.Tensor) -> dic
     return response.json()["meta_info"]
 
 
-def server_of(receiver: RayReceiver) -> psutil.Process:
-    (server,) = psutil.Process(ray.get(receiver.actor.pid.remote())).children()
+def server_of(generation: SGLangGeneration, name: str) -> psutil.Process:
+    (actor,) = [engine.actor for engine in generation._fleet.ready() if engine.name == name]
+    (server,) = psutil.Process(ray.get(actor.pid.remote())).children()
     return server
 
 
-def stop_schedulers(receiver: RayReceiver) -> None:
-    schedulers = [p for p in server_of(receiver).children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
+def stop_schedulers(generation: SGLangGeneration, name: str) -> None:
+    schedulers = [
+        p for p in server_of(generation, name).children(recursive=True) if "scheduler" in " ".join(p.cmdline())
+    ]
     assert schedulers
     for process in schedulers:
         process.suspend()
@@ -113,7 +111,7 @@ def stop_schedulers(receiver: RayReceiver) -> None:
 def label(generation: SGLangGeneration) -> None:
     """Let each engine report a version of its own: a sample then tells who made it."""
     for index, receiver in enumerate(generation.rollout_engines):
-        ray.get(receiver.actor.update_weight_version.remote(f"of {index}"))
+        receiver.control.update_weight_version(f"of {index}")
 
 
 def test_answers_through_the_router_equal_direct_ones(generation: SGLangGeneration) -> None:
@@ -121,7 +119,10 @@ def test_answers_through_the_router_equal_direct_ones(generation: SGLangGenerati
     assert router is not None
     generation.set_weight_version(5, deadline())
     for prompt in prompts(6)["input_ids"]:
-        answers = [ask(generation, address, prompt) for address in (router.url, *map(url, generation.rollout_engines))]
+        answers = [
+            ask(generation, address, prompt)
+            for address in (router.url, *(receiver.control.url for receiver in generation.rollout_engines))
+        ]
         tokens = [[entry[1] for entry in answer["output_token_logprobs"]] for answer in answers]
         logprobs = torch.tensor([[entry[0] for entry in answer["output_token_logprobs"]] for answer in answers])
         assert tokens[0] == tokens[1] == tokens[2]
@@ -180,12 +181,12 @@ def test_killing_one_of_two_loses_no_sample_and_it_is_replaced(
     label(generation)
     first, second = generation.rollout_engines
     # Whatever it is sent is then unfinished when it dies, however fast the machine.
-    stop_schedulers(first)
+    stop_schedulers(generation, first.name)
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
         pending = pool.submit(generation.generate, data, greedy=True)
         time.sleep(1.0)
         assert not pending.done()
-        os.kill(server_of(first).pid, signal.SIGKILL)
+        os.kill(server_of(generation, first.name).pid, signal.SIGKILL)
         batch = pending.result(timeout=120)
     assert "is sent again" in caplog.text
     assert batch["output_ids"].equal(undisturbed["output_ids"])
@@ -206,7 +207,7 @@ def test_killing_one_of_two_loses_no_sample_and_it_is_replaced(
 
 def test_an_engine_can_be_removed_and_another_added(generation: SGLangGeneration) -> None:
     first, second = generation.rollout_engines
-    server = server_of(first)
+    server = server_of(generation, first.name)
     family = [server, *server.children(recursive=True)]
     generation.remove_engine(first.name, deadline())
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -224,7 +225,7 @@ def test_an_engine_whose_scheduler_hangs_is_found_and_its_samples_come_from_the_
 ) -> None:
     """The last one: its engine is not replaced."""
     _, second = generation.rollout_engines
-    stop_schedulers(second)
+    stop_schedulers(generation, second.name)
     batch = generation.generate(prompts(16), greedy=True)
     assert batch.size == 16
     assert list(generation.failed_engines) == [second.name]

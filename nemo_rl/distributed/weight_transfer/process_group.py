@@ -7,12 +7,11 @@ default group with a bound device would split the parent communicator, a call th
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from datetime import timedelta
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.receiver import GroupSpec
 from nemo_rl.utils.network import resolve_host
+from nemo_rl.utils.threads import on_thread
 
-T = TypeVar("T")
 DeviceBackend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs leave out their methods."""
 
@@ -61,7 +60,7 @@ class WeightUpdateGroup:
         """Start joining as rank 0; done when all ranks have."""
         # Beyond the deadline: it ends with `close`, and the caller can say more about why.
         spec, left_s = self.spec, deadline.require("weight-update group") + _END_S
-        self._forming = _on_thread(f"form-{spec.name}", lambda: _make_backend(spec, left_s))
+        self._forming = on_thread(f"form-{spec.name}", lambda: _make_backend(spec, left_s))
         return self._forming
 
     @property
@@ -85,7 +84,8 @@ class WeightUpdateGroup:
         if ready is not None and self._stream is None:
             self._stream = torch.cuda.Stream(tensors[0].device)
         stream, timeout = self._stream, timedelta(seconds=timeout_s)
-        self._sending = _on_thread(
+        # Calls into gloo and NCCL block in C++; from another thread an engine's refusal can still be seen.
+        self._sending = on_thread(
             f"send-{self.spec.name}", lambda: _broadcast_all(backend, tensors, stream, ready, timeout)
         )
         return self._sending
@@ -174,21 +174,6 @@ def _let_arrive(published: Sequence[bytes], sending: Future[None]) -> None:
             return
         before = acknowledged
         wait([sending], timeout=_STALL_S)
-
-
-def _on_thread(name: str, action: Callable[[], T]) -> Future[T]:
-    """Calls into gloo and NCCL block in C++; from another thread an engine's refusal can still be seen."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except Exception as error:  # noqa: BLE001 a future that is never set would be waited for until the deadline
-            # Its frames hold the backend, which must end with the group and not with the error.
-            future.set_exception(error.with_traceback(None))
-
-    Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def _broadcast_all(

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from gpu_stack import SMALL_BATCH, TIMEOUT_S, checksums, make_prompts, send, started, train_once
 
@@ -32,7 +31,7 @@ def test_shards_in_host_memory_are_there_after_good_and_failed_refits(tmp_path: 
         assert send(run, resolve_model("smollm2-135m-instruct")) == first
         assert shard_devices(run) == {"cpu"}
         (engine,) = run.generation.rollout_engines
-        ray.get(engine.actor.destroy_weights_update_group.remote(run.policy._group_name))
+        engine.control.destroy_weights_update_group(run.policy._group_name)
         with pytest.raises(TransferError, match="bucket 0"):
             run.synchronizer.sync_weights()
         assert shard_devices(run) == {"cpu"}

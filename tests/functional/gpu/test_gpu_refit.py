@@ -54,7 +54,7 @@ def test_weights_go_to_the_gpu_engine_and_back_bit_by_bit(gpu_run: Participants,
 
 def test_a_gpu_engine_that_dies_is_replaced_and_gets_everything(gpu_run: Participants) -> None:
     before = checksums(gpu_run)
-    (engine,) = gpu_run.generation.rollout_engines
+    (engine,) = gpu_run.generation._fleet.ready()
     supervisor = psutil.Process(ray.get(engine.actor.pid.remote()))
     for process in supervisor.children(recursive=True):
         os.kill(process.pid, signal.SIGKILL)

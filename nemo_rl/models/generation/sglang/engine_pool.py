@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,13 +15,16 @@ from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.preflight import shared_environment
 from nemo_rl.models.generation.interfaces import EnginesFailedError
 from nemo_rl.models.generation.sglang.actor_end import own_process_id, wait_for_end
-from nemo_rl.models.generation.sglang.ray_answers import gather_answers
-from nemo_rl.models.generation.sglang.receiver import RayReceiver
+from nemo_rl.models.generation.sglang.engine_calls import gather_answers
+from nemo_rl.models.generation.sglang.engine_control import EngineControl
+from nemo_rl.models.generation.sglang.http_client import ServerCapabilities
+from nemo_rl.models.generation.sglang.receiver import HttpReceiver
+from nemo_rl.utils.threads import on_thread
 
 _ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Ray would kill the server's supervisor, which is what ends the server's own children when the actor is gone."""
-_NUM_ACTOR_THREADS = 8
-"""Control calls run beside a long one: a bucket that loads, a group that forms."""
+_NUM_ACTOR_THREADS = 2
+"""`shutdown` is heard while `start` waits for the server."""
 _DESCRIBE_TIMEOUT_S = 120.0
 _SHUTDOWN_TIMEOUT_S = 10.0
 """For engines to end in order; then their actors are killed, which ends the servers, too."""
@@ -61,19 +65,34 @@ class Engine:
     state: EngineState = EngineState.STARTING
     fault: str = ""
     url: str = ""
-    receiver: RayReceiver | None = None
+    receiver: HttpReceiver | None = None
+    """Of an engine that has served."""
 
     @property
     def name(self) -> str:
         return f"engine {self.id} at {self.url}" if self.url else f"engine {self.id}"
 
+    @property
+    def control(self) -> EngineControl:
+        if self.receiver is None:
+            raise AssertionError(f"{self.name} has not served")
+        return self.receiver.control
+
 
 class EnginePool:
     """Calls may come from the driver's main thread and from that of its health monitor."""
 
-    def __init__(self, make_actor: Callable[[dict[str, Any], int], Any]) -> None:
-        """`make_actor(options, engine_id)` makes an `SGLangGenerationWorker` with the options of an actor."""
+    def __init__(
+        self, make_actor: Callable[[dict[str, Any], int], Any], make_control: Callable[[int, str], EngineControl]
+    ) -> None:
+        """Make an empty pool.
+
+        Args:
+            make_actor: given options of an actor and an engine's id, makes an `SGLangGenerationWorker`.
+            make_control: of the engine with this id and URL.
+        """
         self._make_actor = make_actor
+        self._make_control = make_control
         self._engines: list[Engine] = []
         self._places: list[Place] = []
         self._lock = threading.RLock()
@@ -120,22 +139,22 @@ class EnginePool:
         Raises:
             EnginesFailedError: some did not start, with the end of their server's log. They are dead then.
         """
-        urls, faults = gather_answers({engine.name: engine.started for engine in engines}, timeout_s)
+        urls, faults = gather_answers({engine.name: engine.started.future() for engine in engines}, timeout_s)
         served = [engine for engine in engines if engine.name in urls]
-        offers, no_offers = gather_answers({e.name: e.actor.capabilities.remote() for e in served}, _DESCRIBE_TIMEOUT_S)
+        controls = {engine.name: self._make_control(engine.id, urls[engine.name]) for engine in served}
+        asked = {name: on_thread("capabilities", partial(_capabilities, control)) for name, control in controls.items()}
+        offers, no_offers = gather_answers(asked, _DESCRIBE_TIMEOUT_S)
         values, no_values = gather_answers(
-            {e.name: e.actor.nccl_cumem_enable.remote() for e in served}, _DESCRIBE_TIMEOUT_S
+            {e.name: e.actor.nccl_cumem_enable.remote().future() for e in served}, _DESCRIBE_TIMEOUT_S
         )
         faults |= no_offers | no_values
         for engine in engines:
             if engine.name in faults:
                 self.end(engine, faults[engine.name])
                 continue
-            flattened, cumem = offers[engine.name].flattened_bucket, values[engine.name]
-            engine.url = urls[engine.name]
-            engine.receiver = RayReceiver(
-                name=engine.name, actor=engine.actor, takes_flattened=flattened, nccl_cumem_enable=cumem
-            )
+            name = engine.name
+            engine.receiver = HttpReceiver(controls[name], offers[name].flattened_bucket, values[name])
+            engine.url = urls[name]
             self.leave_state(engine, EngineState.STARTING, EngineState.READY)
         if faults:
             raise EnginesFailedError(faults)
@@ -164,23 +183,27 @@ class EnginePool:
             EnginesFailedError: something is left.
         """
         # An actor that has no process id yet has no server either.
-        actors, _ = gather_answers({engine.name: engine.process for engine in engines}, _PROCESS_ID_TIMEOUT_S)
+        actors, _ = gather_answers({engine.name: engine.process.future() for engine in engines}, _PROCESS_ID_TIMEOUT_S)
         task: Any = ray.remote(wait_for_end)
         calls = {}
         for engine in engines:
             if engine.name in actors:
                 options = engine.place.cluster.actor_options(engine.place.bundle, {})
-                calls[engine.name] = task.options(**options).remote(actors[engine.name], _END_TIMEOUT_S)
+                calls[engine.name] = task.options(**options).remote(actors[engine.name], _END_TIMEOUT_S).future()
         left, faults = gather_answers(calls, deadline.require("to end failed engines"))
         faults |= {name: f"processes {pids} do not end" for name, pids in left.items() if pids}
         if faults:
             raise EnginesFailedError(faults)
         for engine in engines:
-            engine.state = EngineState.ENDED
+            engine.state, engine.receiver = EngineState.ENDED, None
 
     def shutdown(self) -> None:
         """End every engine and wait for those that still listen to their actor. Idempotent."""
         listening = self.in_state(EngineState.STARTING, EngineState.READY)
-        gather_answers({engine.name: engine.actor.shutdown.remote() for engine in listening}, _SHUTDOWN_TIMEOUT_S)
+        gather_answers({e.name: e.actor.shutdown.remote().future() for e in listening}, _SHUTDOWN_TIMEOUT_S)
         for engine in self.in_state(EngineState.STARTING, EngineState.READY, EngineState.QUARANTINED):
             self.end(engine, "shut down")
+
+
+def _capabilities(control: EngineControl) -> ServerCapabilities:
+    return control.capabilities

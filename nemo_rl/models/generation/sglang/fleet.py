@@ -14,6 +14,7 @@ from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.models.generation.interfaces import EnginesFailedError, ReplacementsUsedUpError
 from nemo_rl.models.generation.sglang.access import AccessKeys
 from nemo_rl.models.generation.sglang.dispatcher import EngineDispatcher
+from nemo_rl.models.generation.sglang.engine_control import EngineControl
 from nemo_rl.models.generation.sglang.engine_pool import Engine, EnginePool, EngineState, Place
 from nemo_rl.models.generation.sglang.health_monitor import HealthMonitor
 from nemo_rl.models.generation.sglang.sglang_router import SGLangRouter
@@ -58,7 +59,7 @@ class EngineFleet:
         self._device = device
         self._keys = keys
         self._worker_class = worker_class
-        self._pool = EnginePool(self._make_actor)
+        self._pool = EnginePool(self._make_actor, self._make_control)
         self.dispatcher = EngineDispatcher(self._pool, keys)
         self._monitor = HealthMonitor(self._tolerance, self._ready_urls, self.dispatcher.lose)
         self._model_folder = self._log_folder = Path()
@@ -84,6 +85,10 @@ class EngineFleet:
             shares_gpu=self._layout.shares_gpus,
             meets_rank0=self._layout.meets_rank0,
         )
+
+    def _make_control(self, number: int, url: str) -> EngineControl:
+        server = self._cfg.generation.sglang_cfg.sglang_server_config
+        return EngineControl(f"engine {number}", url, server.refit_timeout_s, self._keys)
 
     def wait_ready(self) -> None:
         """Return when every server answers, and the router where there are several.

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 _OK = 200
 _SHOWN_CHARACTERS = 200
+_IDLE_S = 3.0
+"""After which a connection is not used again."""
 
 
 class EngineError(RuntimeError):
@@ -110,15 +112,18 @@ class EngineClient:
 
     def __init__(self, name: str, url: str, timeout_s: float, keys: AccessKeys) -> None:
         """`name`: of the engine, for messages. `timeout_s`: of a call that is given none."""
+        self.name = name
         self.url = url
         self.engine = f"{name} at {url}"
         self._timeout_s = timeout_s
         self._keys = keys
-        # No proxy stands between the processes of a run, whatever the environment says.
-        self._http = httpx.Client(base_url=url, trust_env=False, limits=httpx.Limits(max_connections=None))
 
-    def close(self) -> None:
-        self._http.close()
+    @cached_property
+    def _http(self) -> httpx.Client:
+        # No proxy stands between the processes of a run, whatever the environment says. Servers drop what has been idle
+        # for 5 s; certificates, which nobody here has, would take 20 ms to read.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S)
+        return httpx.Client(base_url=self.url, trust_env=False, verify=False, limits=limits)
 
     def post(self, endpoint: str, body: Mapping[str, Any], timeout_s: float | None = None) -> Any:
         return self._call("POST", endpoint, body, timeout_s)

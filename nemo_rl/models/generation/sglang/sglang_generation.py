@@ -1,8 +1,9 @@
 """The driver's handle on all engines: starts them, samples from them, leads them through a refit, replaces them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,12 +14,17 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.models.generation.interfaces import EnginesFailedError, EnginesLostError, UpdatableGeneration
 from nemo_rl.models.generation.sglang.access import AccessKeys
+from nemo_rl.models.generation.sglang.engine_calls import gather_answers
+from nemo_rl.models.generation.sglang.engine_control import EngineControl
+from nemo_rl.models.generation.sglang.engine_pool import Engine
 from nemo_rl.models.generation.sglang.fleet import EngineFleet
 from nemo_rl.models.generation.sglang.http_client import EngineError
-from nemo_rl.models.generation.sglang.ray_answers import gather_answers
-from nemo_rl.models.generation.sglang.receiver import RayReceiver
+from nemo_rl.models.generation.sglang.receiver import HttpReceiver
 from nemo_rl.models.generation.sglang.sampler import EngineSampler, SampleBatch
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
+from nemo_rl.utils.threads import on_thread
+
+T = TypeVar("T")
 
 
 class SGLangGeneration(UpdatableGeneration):
@@ -90,7 +96,7 @@ class SGLangGeneration(UpdatableGeneration):
         return self._fleet.states()
 
     @property
-    def rollout_engines(self) -> list[RayReceiver]:
+    def rollout_engines(self) -> list[HttpReceiver]:
         """See `UpdatableGeneration`."""
         return [engine.receiver for engine in self._fleet.ready() if engine.receiver is not None]
 
@@ -150,37 +156,54 @@ class SGLangGeneration(UpdatableGeneration):
     def pause(self, deadline: Deadline) -> None:
         """See `UpdatableGeneration`."""
         self._fleet.suspend()
-        self._on_all("pause_and_flush", deadline, mode=self._server_cfg.pause_generation_mode)
+        mode = self._server_cfg.pause_generation_mode
+        self._on_all("pause", lambda control, left_s: control.pause_and_flush(mode, left_s), deadline)
 
     def begin_weight_update(self, deadline: Deadline) -> None:
-        self._on_all("begin_weight_update", deadline)
+        self._on_all("begin_weight_update", lambda control, left_s: control.begin_weight_update(left_s), deadline)
 
     def end_weight_update(self, deadline: Deadline) -> None:
-        self._on_all("end_weight_update", deadline)
+        self._on_all("end_weight_update", lambda control, left_s: control.end_weight_update(left_s), deadline)
 
     def free_memory_bytes(self, deadline: Deadline) -> int:
-        return min(self._on_all("free_memory_bytes", deadline))
+        return min(self._answers("free_memory_bytes", _ask_free_memory_bytes, deadline))
 
     def weight_checksums(self, deadline: Deadline) -> list[dict[str, str]]:
-        return self._on_all("check_weights", deadline, action="checksum")
+        return self._on_all("weight_checksums", lambda control, left_s: control.checksums(left_s), deadline)
 
     def set_weight_version(self, version: int, deadline: Deadline) -> None:
-        self._on_all("update_weight_version", deadline, version=str(version))
+        self._on_all(
+            "set_weight_version",
+            lambda control, left_s: control.update_weight_version(str(version), left_s),
+            deadline,
+        )
 
     def update_weights_from_disk(self, folder: str, deadline: Deadline) -> None:
-        self._on_all("update_weights_from_disk", deadline, folder=folder)
+        self._on_all(
+            "update_weights_from_disk",
+            lambda control, left_s: control.update_weights_from_disk(folder, left_s),
+            deadline,
+        )
 
     def resume(self, deadline: Deadline) -> None:
         """See `UpdatableGeneration`."""
-        self._on_all("continue_generation", deadline)
+        self._on_all("resume", lambda control, left_s: control.continue_generation(left_s), deadline)
         self._fleet.serve(deadline)
 
-    def _on_all(self, method: str, deadline: Deadline, **arguments: Any) -> list[Any]:
+    def _on_all(self, what: str, call: Callable[[EngineControl, float], T], deadline: Deadline) -> list[T]:
         """Call every ready engine at once; the answers in their order."""
-        engines, left_s = self._fleet.ready(), deadline.require(method)
+
+        def start(engine: Engine, left_s: float) -> Future[T]:
+            control = engine.control
+            return on_thread(f"{what} {engine.name}", lambda: call(control, left_s))
+
+        return self._answers(what, start, deadline)
+
+    def _answers(self, what: str, start: Callable[[Engine, float], Future[T]], deadline: Deadline) -> list[T]:
+        engines, left_s = self._fleet.ready(), deadline.require(what)
         if not engines:
             raise EnginesLostError(self._fleet.faults())
-        calls = {e.name: getattr(e.actor, method).remote(**arguments, timeout_s=left_s) for e in engines}
+        calls = {engine.name: start(engine, left_s) for engine in engines}
         answers, faults = gather_answers(calls, left_s + 1.0)
         if faults:
             raise EnginesFailedError(faults)
@@ -188,3 +211,9 @@ class SGLangGeneration(UpdatableGeneration):
 
     def shutdown(self) -> None:
         self._fleet.shutdown()
+
+
+def _ask_free_memory_bytes(engine: Engine, _: float) -> Future[int]:
+    """On its node."""
+    answer: Future[int] = engine.actor.free_memory_bytes.remote().future()
+    return answer

@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.models.generation.sglang.server_process import ServerProcess
 from nemo_rl.models.generation.sglang.sglang_worker import SGLangGenerationWorker
@@ -19,8 +18,3 @@ class LittleWorker(SGLangGenerationWorker):
             command = [sys.executable, str(SCRIPT), self._host, str(port)]
         self._process = ServerProcess(command, os.environ, self._log_file, self._host, port, self._keys)
         return self._process
-
-    def ask(self, method: str, endpoint: str) -> Any:
-        """The engine's own answer to any call."""
-        client = self._require_client()
-        return client.get(endpoint) if method == "GET" else client.post(endpoint, {})

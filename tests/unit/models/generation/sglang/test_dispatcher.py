@@ -18,7 +18,7 @@ class Pool(EnginePool):
     """Engines without actors."""
 
     def __init__(self, num_engines):
-        super().__init__(lambda options, number: None)
+        super().__init__(lambda options, number: None, lambda number, url: None)
         self._engines = [
             Engine(i, None, None, None, None, EngineState.READY, url=f"http://127.0.0.1:{i + 1}")
             for i in range(num_engines)

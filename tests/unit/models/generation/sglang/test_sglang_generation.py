@@ -59,16 +59,12 @@ def running(tmp_path, num_engines, *, tolerance=None, **settings):
         ray.util.remove_placement_group(cluster._group)
 
 
-def ask(receiver, method, endpoint):
-    return ray.get(receiver.actor.ask.remote(method, endpoint))
-
-
 def num_generated(generation):
-    return [ask(receiver, "GET", "/model_info")["generated"] for receiver in generation.rollout_engines]
+    return [receiver.control.get("/model_info")["generated"] for receiver in generation.rollout_engines]
 
 
 def server_pid(receiver):
-    return ask(receiver, "GET", "/model_info")["pid"]
+    return receiver.control.get("/model_info")["pid"]
 
 
 def kill_server(receiver):
@@ -117,12 +113,14 @@ def test_control_calls_reach_every_engine_and_name_the_one_that_fails(ray_cluste
         with pytest.raises(EnginesFailedError, match="engine 1 at http") as caught:
             generation.set_weight_version(8, Deadline(TIMEOUT_S))
         assert caught.value.names == (second.name,)
-        assert ask(first, "GET", "/model_info")["weight_version"] == "8"
-        ray.kill(first.actor)
+        assert first.control.weight_version() == "8"
+        pid = server_pid(first)
+        ray.kill(generation._fleet.ready()[0].actor)
+        wait_until(lambda: not psutil.pid_exists(pid))
         with pytest.raises(EnginesFailedError) as caught:
             generation.set_weight_version(9, Deadline(TIMEOUT_S))
         assert caught.value.names == (first.name, second.name)
-        assert "its process has ended" in caught.value.faults[first.name]
+        assert "Connection refused" in caught.value.faults[first.name]
 
 
 def test_an_engine_that_does_not_answer_a_control_call_is_named_at_the_deadline(ray_cluster, tmp_path):
@@ -184,7 +182,7 @@ def test_a_killed_engine_loses_no_prompt_and_is_replaced_under_a_new_name(ray_cl
 def test_quarantined_engines_get_nothing_and_are_replaced(ray_cluster, tmp_path):
     with running(tmp_path, 2, tolerance={**TOLERANT, "max_replacements": 1}) as generation:
         first, second = generation.rollout_engines
-        supervisor = ray.get(first.actor.pid.remote())
+        supervisor = ray.get(generation._fleet.ready()[0].actor.pid.remote())
         generation.pause(Deadline(TIMEOUT_S))
         generation.quarantine([first.name], "bucket 3 failed")
         assert generation.failed_engines == {first.name: "bucket 3 failed"}
@@ -238,7 +236,7 @@ def test_engines_are_added_and_removed_between_refits(ray_cluster, tmp_path):
         assert sum(counts) == 16
         assert all(counts)
         generation.clear_updatable_num_new_engines()
-        supervisor = psutil.Process(ray.get(first.actor.pid.remote()))
+        supervisor = psutil.Process(ray.get(generation._fleet.ready()[0].actor.pid.remote()))
         family = [supervisor, *supervisor.children(recursive=True)]
         generation.remove_engine(first.name, Deadline(TIMEOUT_S))
         assert alive(family) == []
@@ -318,7 +316,7 @@ def test_nobody_gets_in_without_the_key(ray_cluster, tmp_path):
 def test_shutdown_leaves_nothing_and_may_be_called_twice(ray_cluster, tmp_path):
     with running(tmp_path, 2, tolerance=TOLERANT) as generation:
         kill_server(generation.rollout_engines[0])
-        pids = [ray.get(receiver.actor.pid.remote()) for receiver in generation.rollout_engines]
+        pids = [ray.get(engine.actor.pid.remote()) for engine in generation._fleet.ready()]
         pids.append(generation._fleet.dispatcher.router._process.pid)
         generation.shutdown()
         wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(pid)])
@@ -334,7 +332,7 @@ def test_the_policy_decides_whether_samples_of_one_prompt_stay_together(ray_clus
     data = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((128,), 30)})
     with running(tmp_path, 2, router={"policy": policy}) as generation:
         for receiver, name in zip(generation.rollout_engines, "ab", strict=True):
-            ray.get(receiver.actor.update_weight_version.remote(name))
+            receiver.control.update_weight_version(name)
         engines = generation.generate(data)["weight_version"]
         together = [len(set(engines[start : start + 8])) == 1 for start in range(0, 128, 8)]
         assert all(together) if keeps_together else not any(together)
