@@ -25,7 +25,8 @@ from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup,
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
-from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.export import dtensor_params_generator
+from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
 NUM_RAW = 8

@@ -10,7 +10,7 @@ import torch
 from gloo_engine import GlooEngine
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.policy.export import clean_name
+from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
 NUM_REFITS = 10
