@@ -145,13 +145,15 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         return extra, bound_bytes(layouts, dist.get_rank())
 
     def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
-        plan = self.refit_plan()
+        state = self._current_state()
+        plan = self._plan_of(state)
         layouts = bucket_layouts(plan.manifest, bucket_bytes)
         if dist.get_rank() == 0 and (self._buffers is None or not self._buffers.fit(layouts)):
             self._buffers = FlatBuffers(layouts, self.device)
         tensors = dtensor_params_generator(
             self.model,
             plan,
+            state=state,
             layouts=layouts,
             buffers=self._buffers,
             device=self.device,
