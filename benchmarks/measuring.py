@@ -25,7 +25,8 @@ from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup,
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
-from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.export import dtensor_params_generator
+from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
 NUM_RAW = 8
@@ -144,13 +145,15 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         return extra, bound_bytes(layouts, dist.get_rank())
 
     def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
-        plan = self.refit_plan()
+        state = self._current_state()
+        plan = self._plan_of(state)
         layouts = bucket_layouts(plan.manifest, bucket_bytes)
         if dist.get_rank() == 0 and (self._buffers is None or not self._buffers.fit(layouts)):
             self._buffers = FlatBuffers(layouts, self.device)
         tensors = dtensor_params_generator(
             self.model,
             plan,
+            state=state,
             layouts=layouts,
             buffers=self._buffers,
             device=self.device,

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import groupby, islice
 
 import torch
 
@@ -20,17 +21,24 @@ class BucketLayout:
     specs: tuple[TensorSpec, ...]
     """In the order of the manifest."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.specs)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each tensor by its name, as a part of `flat`: uint8 `[at least num_bytes]`."""
-        views, offset = {}, 0
-        for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
-            end = offset + spec.num_bytes
-            views[spec.name] = flat[offset:end].view(spec.dtype).view(spec.shape)
-            offset = end
+        views: dict[str, torch.Tensor] = {}
+        start = 0
+        widest_first = sorted(self.specs, key=lambda spec: -spec.dtype.itemsize)
+        for dtype, of_dtype in groupby(widest_first, key=lambda spec: spec.dtype):
+            specs = list(of_dtype)
+            end = start + sum(spec.num_bytes for spec in specs)
+            run = flat[start:end].view(dtype)
+            first = run.storage_offset()
+            for spec in specs:
+                views[spec.name] = run.as_strided(spec.shape, spec.strides, first)
+                first += spec.num_values
+            start = end
         return views
 
 

@@ -29,9 +29,18 @@ class TensorSpec:
     transposed: bool = False
     """Whether the checkpoint has the last two dimensions the other way round."""
 
-    @property
+    @cached_property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.num_values * self.dtype.itemsize
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of a contiguous tensor, in values."""
+        return torch.empty(self.shape, device="meta").stride()
 
     def describe(self) -> str:
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -47,6 +56,10 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.specs)
 
+    @cached_property
+    def largest_bytes(self) -> int:
+        return max((spec.num_bytes for spec in self.specs), default=0)
+
     def by_sources(self) -> Iterator[list[TensorSpec]]:
         """The tensors that are made together of the same sources, in order."""
         for _, specs in itertools.groupby(self.specs, key=lambda spec: spec.sources):
@@ -58,6 +71,11 @@ class Manifest:
         A layer that fits into a bucket is not split. A larger one is split, but never between tensors that the engine
         joins within one call; what is larger than a bucket even so has a bucket of its own.
         """
+        if buffer_size_bytes not in self._lengths:
+            self._lengths[buffer_size_bytes] = self._bucket_lengths(buffer_size_bytes)
+        return self._lengths[buffer_size_bytes]
+
+    def _bucket_lengths(self, buffer_size_bytes: int) -> list[int]:
         lengths: list[int] = []
         num, size_bytes = 0, 0
         for unit in self._units(buffer_size_bytes):
@@ -86,6 +104,11 @@ class Manifest:
             raise ManifestError(f"{len(absent)} tensors of the manifest were not sent: {listed(absent)}")
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ManifestError(f"{len(twice)} tensors were sent more than once: {listed(twice)}")
+
+    @cached_property
+    def _lengths(self) -> dict[int, list[int]]:
+        """By size, of every refit the same."""
+        return {}
 
     @cached_property
     def _by_name(self) -> dict[str, TensorSpec]:

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from nemo_rl.config.schema import LoRAConfig
-from nemo_rl.models.policy.export import clean_state
 from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.gather import Gather, gather_to_rank0
 from nemo_rl.models.policy.lora import peft_config
+from nemo_rl.models.policy.model_state import clean_state
 
 _MESSAGE_BYTES = 2**26
 

@@ -1,6 +1,5 @@
 """The whole model out of its shards, one tensor at a time, under the names that checkpoints use."""
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,31 +12,19 @@ from transformers import PreTrainedModel
 
 from nemo_rl.distributed.weight_transfer.buckets import BucketLayout, FlatBuffers, NamedTensor
 from nemo_rl.distributed.weight_transfer.errors import ManifestError
-from nemo_rl.distributed.weight_transfer.manifest import TensorSpec, listed
+from nemo_rl.distributed.weight_transfer.manifest import TensorSpec
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
 from nemo_rl.models.policy.conversions import TensorGroup
-from nemo_rl.models.policy.export_plan import ExportPlan, LowRankUpdate
+from nemo_rl.models.policy.export_plan import ExportPlan, LowRankUpdate, is_plain
 from nemo_rl.models.policy.gather import Gather, gather_to_rank0
-
-WRAPPER_PREFIXES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
-"""What torch.compile, activation checkpointing, data parallelism and peft put into names."""
-
-
-def clean_name(name: str) -> str:
-    """The name as it is without wrappers."""
-    return WRAPPER_PREFIXES.sub("", name)
-
-
-def clean_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by names without wrappers."""
-    # Not detached: for hundreds of DTensors that would take longer than to send them.
-    return {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+from nemo_rl.models.policy.model_state import ModelState
 
 
 def dtensor_params_generator(
     model: PreTrainedModel,
     plan: ExportPlan,
     *,
+    state: ModelState | None = None,
     layouts: Sequence[BucketLayout] | None = None,
     buffers: FlatBuffers | None = None,
     device: torch.device | None = None,
@@ -52,6 +39,7 @@ def dtensor_params_generator(
     gathered in float32, and with what is added to it takes eight bytes per element.
 
     Args:
+        state: of the model as it is now; None: looked up.
         layouts: the buckets; None: one for all.
         buffers: written in turn, so a tensor is good until the bucket after the next; None: new memory for each bucket.
         device: where the tensors are made; None: where the shards are.
@@ -62,10 +50,9 @@ def dtensor_params_generator(
         ManifestError: on every rank, before anything is gathered, when the model has other names than at set-up.
         Exception: on rank 0, whatever a conversion raised; all has been gathered then, so that no rank waits.
     """
-    state = clean_state(model)
-    _check_sources(model, state, plan)
-    device = device or next(iter(state.values())).device
-    maker = _BucketMaker(state, plan, device, negated=negated)
+    tensors = (ModelState(model) if state is None else state).tensors(plan)
+    device = device or next(iter(tensors.values())).device
+    maker = _BucketMaker(tensors, plan, device, negated=negated)
     for index, layout in enumerate([BucketLayout(plan.manifest.specs)] if layouts is None else layouts):
         views = layout.views(_memory(layout, buffers, device))
         with torch.no_grad(), timeline.on_device("gather", index) if timeline is not None else nullcontext():
@@ -105,7 +92,7 @@ class _BucketMaker:
         self._device = device
         self._negated = negated
         self._due = deque(plan.parts())
-        self._message_bytes = max((spec.num_bytes for spec in plan.manifest.specs), default=0)
+        self._message_bytes = plan.manifest.largest_bytes
         self._converted: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
         """Of a group that goes on in the next bucket."""
 
@@ -116,7 +103,7 @@ class _BucketMaker:
         converted: list[_Conversion] = []
         while self._due and self._due[0][1][0].name in views:
             group, specs = self._due.popleft()
-            if _is_plain(group, specs) and group.sources[0] not in self._updates:
+            if is_plain(group, specs) and group.sources[0] not in self._updates:
                 into = views[specs[0].name] if self._is_rank0 else None
                 plain.append(Gather(self._state[group.sources[0]], specs[0].dtype, into))
                 continue
@@ -191,32 +178,3 @@ class _Conversion:
 def _negate(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.neg_() if tensor.is_floating_point() else tensor.bitwise_not_()
-
-
-def _is_plain(group: TensorGroup, specs: Sequence[TensorSpec]) -> bool:
-    """Whether the tensor is its source as it is."""
-    return group.converter is None and not specs[0].transposed
-
-
-def _check_sources(model: PreTrainedModel, state: dict[str, torch.Tensor], plan: ExportPlan) -> None:
-    tied = plan.twin.all_tied_weights_keys
-    parameters = {clean_name(name): value for name, value in model.named_parameters(remove_duplicate=False)}
-    if parted := [f"{a} from {b}" for a, b in tied.items() if parameters.get(a) is not parameters.get(b)]:
-        raise ManifestError(
-            f"{type(model).__name__} has weights that were tied at set-up and are not: {listed(parted)}"
-        )
-    reshaped = [
-        f"{group.sources[0]} {list(state[group.sources[0]].shape)}, {specs[0].describe()}"
-        for group, specs in plan.parts()
-        if _is_plain(group, specs) and group.sources[0] in state and state[group.sources[0]].shape != specs[0].shape
-    ]
-    if reshaped:
-        raise ManifestError(f"{type(model).__name__} has other shapes than at set-up: {listed(reshaped)}")
-    factors = {name for update in plan.updates.values() for name in (update.a, update.b)}
-    planned = {source for spec in plan.manifest.specs for source in spec.sources} | plan.left_out | factors
-    held = state.keys() - tied.keys()
-    if planned != held:
-        raise ManifestError(
-            f"{type(model).__name__} has changed since set-up: gone are {listed(sorted(planned - held)) or 'none'}; "
-            f"new are {listed(sorted(held - planned)) or 'none'}"
-        )

@@ -5,8 +5,9 @@ reverses them; here that is asked of the meta twin once, and what comes out is c
 engines load the disk's names, shapes and layout and skip what they do not know.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -61,16 +62,30 @@ class ExportPlan:
     updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
     """Of sources that have an adapter."""
 
-    def parts(self) -> Iterator[tuple[TensorGroup, list[TensorSpec]]]:
+    def parts(self) -> Sequence[tuple[TensorGroup, list[TensorSpec]]]:
         """Each group with what it becomes, in the order of the manifest."""
-        return zip(self.groups, self.manifest.by_sources(), strict=True)
+        return self._parts
 
     def without(self, frozen: Collection[str]) -> "ExportPlan":
         """What is made of other parameters too, of buffers, or with adapters; and what engines join with it, since half is
-        not enough.
+        not enough. The same object for the same names.
         """
-        pairs = list(self.parts())
-        moves = [not set(group.sources) <= set(frozen) - self.updates.keys() for group, _ in pairs]
+        names = frozenset(frozen)
+        if names not in self._without:
+            self._without[names] = self._made_without(names) if names else self
+        return self._without[names]
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[TensorGroup, list[TensorSpec]], ...]:
+        return tuple(zip(self.groups, self.manifest.by_sources(), strict=True))
+
+    @cached_property
+    def _without(self) -> dict[frozenset[str], "ExportPlan"]:
+        return {}
+
+    def _made_without(self, frozen: frozenset[str]) -> "ExportPlan":
+        pairs = self.parts()
+        moves = [not set(group.sources) <= frozen - self.updates.keys() for group, _ in pairs]
         joins = {
             join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs
         }
@@ -85,6 +100,11 @@ class ExportPlan:
         return replace(
             self, manifest=Manifest(specs), groups=tuple(group for group, _ in kept), left_out=self.left_out | left_out
         )
+
+
+def is_plain(group: TensorGroup, specs: Sequence[TensorSpec]) -> bool:
+    """Whether the tensor is its source as it is."""
+    return group.converter is None and not specs[0].transposed
 
 
 def make_export_plan(twin: PreTrainedModel, headers: Headers, dtype: torch.dtype) -> ExportPlan:

@@ -39,6 +39,11 @@ class Gather:
     def own(self) -> torch.Tensor:
         return self.value.to_local() if isinstance(self.value, DTensor) else self.value
 
+    def own_in(self, shape: torch.Size) -> torch.Tensor:
+        """Of another shape where the block is packed of parts."""
+        own = self.own()
+        return own if own.shape == shape else own.reshape(shape)
+
 
 def gather_to_rank0(gathers: Sequence[Gather], message_bytes: int, device: torch.device) -> None:
     """Fill `into` of each on rank 0. Collective: every rank calls it with the same tensors in the same order.
@@ -93,8 +98,8 @@ def _receive(gathers: list[Gather], device: torch.device) -> None:
             messages[rank], parts = _make_message(blocks, [block.dtype for block in blocks], device)
             copies += zip(blocks, parts, strict=True)
     works = _start([dist.P2POp(dist.irecv, message, rank) for rank, message in messages.items()])
-    own = [gather.own().reshape(of_tensor[0].shape) for gather, of_tensor in zip(gathers, places, strict=True)]
-    _copy_all([of_tensor[0] for of_tensor in places], own)
+    own_places = [of_tensor[0] for of_tensor in places]
+    _copy_all(own_places, [gather.own_in(place.shape) for gather, place in zip(gathers, own_places, strict=True)])
     for work in works:
         work.wait()
     _copy_all([block for block, _ in copies], [part for _, part in copies])

@@ -23,9 +23,9 @@ from nemo_rl.config.schema import LoRAConfig
 from nemo_rl.models.model_source import find_model_class, read_config
 from nemo_rl.models.policy.checkpoint import check_loaded, read_headers
 from nemo_rl.models.policy.compiled_blocks import check_compiler, compile_blocks
-from nemo_rl.models.policy.export import clean_name
 from nemo_rl.models.policy.export_plan import ExportPlan, Headers, make_export_plan
 from nemo_rl.models.policy.lora import add_adapters, init_adapters
+from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.shards import DP_AXIS, TP_AXIS, own_block
 from nemo_rl.models.policy.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from nemo_rl.models.policy.utils import find_blocks

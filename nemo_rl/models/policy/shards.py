@@ -106,6 +106,8 @@ def _check_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> No
 
 def _chunk(whole: torch.Tensor, dim: int, index: int, num_chunks: int) -> torch.Tensor:
     """As torch.chunk deals out, with empty chunks at the end where there are too few."""
+    if num_chunks == 1:
+        return whole
     size = whole.shape[dim]
     each = -(-size // num_chunks)
     start = min(index * each, size)

@@ -31,7 +31,7 @@ def lora_worker(tmp_path: Path) -> MeasuringWorker:
     worker = object.__new__(MeasuringWorker)
     worker.model = model
     worker.export_plan = replace(make_export_plan(twin, read_headers(folder), torch.bfloat16), updates=updates)
-    worker._engines_hold_frozen = True
+    worker._engines_hold_frozen, worker._state = True, None
     return worker
 
 

@@ -28,11 +28,12 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
 from nemo_rl.distributed.weight_transfer.sender import BucketSender, RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
 from nemo_rl.models.policy.adapter_folder import export_adapter
-from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.export import dtensor_params_generator
 from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.hf_folder import copy_processor, export_hf
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lora import adapters_off
+from nemo_rl.models.policy.model_state import ModelState
 from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
 from nemo_rl.models.policy.refit_walk import RefitWalk
 from nemo_rl.models.policy.shards import DP_AXIS, make_mesh
@@ -109,6 +110,8 @@ class DTensorPolicyWorkerV2:
         self._engines: Sequence[Receiver] = ()
         self._update_group: WeightUpdateGroup | None = None
         self._buffers: FlatBuffers | None = None
+        self._state: ModelState | None = None
+        """Of the last refit."""
         self._prepared: tuple[tuple[str, int, bool], RefitWalk] | None = None
         """And what it is for: ticket, bucket size in bytes, negated."""
         self._engines_hold_frozen = False
@@ -311,13 +314,15 @@ class DTensorPolicyWorkerV2:
 
     def _begin_refit(self, buffer_size_bytes: int, deadline: Deadline, *, negated: bool) -> RefitWalk:
         """Up to the first bucket. Raises TransferError on every rank; what a gather raises, the walk raises."""
-        plan = self.refit_plan()
+        state = self._current_state()
+        plan = self._plan_of(state)
         layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
         buffers = on_rank0(lambda: self._refit_buffers(layouts), self._exchange, deadline)
         timeline = Timeline(self.device)
         tensors = dtensor_params_generator(
             self.model,
             plan,
+            state=state,
             layouts=layouts,
             buffers=buffers,
             device=self.device,
@@ -341,15 +346,15 @@ class DTensorPolicyWorkerV2:
 
     def refit_plan(self) -> ExportPlan:
         """Of the next refit: once the engines hold all weights, without what is made of frozen ones alone."""
-        frozen = self._frozen_names() if self._engines_hold_frozen else set()
-        return self.export_plan.without(frozen) if frozen else self.export_plan
+        return self._plan_of(self._current_state())
 
-    def _frozen_names(self) -> set[str]:
-        return {
-            clean_name(name)
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad
-        }
+    def _plan_of(self, state: ModelState) -> ExportPlan:
+        return self.export_plan.without(state.frozen_names()) if self._engines_hold_frozen else self.export_plan
+
+    def _current_state(self) -> ModelState:
+        if self._state is None or not self._state.is_current():
+            self._state = ModelState(self.model)
+        return self._state
 
     def _disconnect(self, deadline: Deadline) -> None:
         group, self._update_group = self._update_group, None

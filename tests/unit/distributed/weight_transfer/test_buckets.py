@@ -1,14 +1,17 @@
 """Bucket edges and the flat layout, by exact values."""
 
+import pytest
 import torch
 from gloo_engine import manifest_of
 
 from nemo_rl.distributed.weight_transfer.buckets import (
+    BucketLayout,
     NamedTensor,
     flatten_bucket,
     iter_named_tensor_buckets,
     make_header,
 )
+from nemo_rl.distributed.weight_transfer.manifest import TensorSpec
 
 
 def tensors(*sizes: int) -> list[NamedTensor]:
@@ -61,3 +64,32 @@ def test_the_flat_buffer_is_the_bytes_one_behind_the_other() -> None:
     flat = flatten_bucket([("m", matrix), ("s", torch.tensor(7.0, dtype=torch.bfloat16))])
     assert flat.dtype == torch.uint8
     assert flat.view(torch.bfloat16).tolist() == [0, 3, 1, 4, 2, 5, 7]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("start", [0, 16])
+def test_views_lie_one_behind_the_other_the_widest_first(start: int, device: str) -> None:
+    planned: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("matrix", (2, 3), torch.bfloat16),
+        ("none", (0, 4), torch.float32),
+        ("half", (3,), torch.float16),
+        ("scalar", (), torch.float32),
+        ("bytes", (1, 3), torch.uint8),
+        ("stack", (2, 1, 2), torch.bfloat16),
+        ("long", (1,), torch.int64),
+        ("last", (0,), torch.uint8),
+    ]
+    layout = BucketLayout(tuple(TensorSpec(name, shape, dtype, (name,)) for name, shape, dtype in planned))
+    whole = torch.arange(start + layout.num_bytes + 5, dtype=torch.uint8).to(device)
+    views, offset = layout.views(whole[start:]), start
+    assert list(views) == ["long", "none", "scalar", "matrix", "half", "stack", "bytes", "last"]
+    for name, view in views.items():
+        shape, dtype = next(rest for other, *rest in planned if other == name)
+        assert (tuple(view.shape), view.dtype, view.is_contiguous()) == (shape, dtype, True)
+        assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        end = offset + view.nbytes
+        assert view.storage_offset() * view.itemsize == offset
+        if device == "cpu":
+            assert view.flatten().view(torch.uint8).tolist() == list(range(offset, end))
+        offset = end
+    assert offset == start + layout.num_bytes == start + 41

@@ -21,6 +21,14 @@ def test_buckets_are_full_but_not_over() -> None:
     assert manifest(("a", 4), ("b", 4), ("c", 4), ("d", 2)).bucket_lengths(16) == [2, 2]
 
 
+def test_edges_are_those_of_the_size_that_is_asked_for() -> None:
+    planned = manifest(("a", 4), ("b", 4), ("c", 4), ("d", 2))
+    lengths = {16: [2, 2], 8: [1, 1, 1, 1], 24: [3, 1]}
+    for size in (16, 8, 24, 8, 16):
+        assert planned.bucket_lengths(size) == lengths[size]
+    assert (planned.largest_bytes, Manifest(()).largest_bytes) == (8, 0)
+
+
 def test_a_tensor_larger_than_the_buffer_travels_alone() -> None:
     assert manifest(("a", 1), ("b", 100), ("c", 1)).bucket_lengths(8) == [1, 1, 1]
 

@@ -10,7 +10,7 @@ import torch
 from gloo_engine import GlooEngine
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.policy.export import clean_name
+from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
 NUM_REFITS = 10
@@ -57,8 +57,10 @@ def run_case(case: LoraCase, rank: int, world_size: int) -> dict[str, Any]:
     }
     refits = Refits(worker, rank)
     seen["payloads"] = [refits.next()]
+    state = worker._state
     worker.train(parts[0], cases.WeightedLoss())
     seen["payloads"] += [refits.next() for _ in range(NUM_REFITS - 1)]
+    seen["is_state_kept"] = worker._state is state
     seen["last_adapters"] = adapters(worker)
     worker.export_hf(case.export(world_size))
     worker.export_adapter(f"{case.export(world_size)}_adapter", "tiny")
@@ -79,12 +81,15 @@ class Refits:
             rollout_engines=self._engines, engine_gpu_counts=[1], group_name="lora"
         )
 
-    def next(self) -> dict[str, torch.Tensor]:
+    def next(self, ticket: str | None = None) -> dict[str, torch.Tensor]:
         """What one refit sends, on rank 0."""
         for engine in self._engines:
             engine.received.clear()
         self._worker.update_weights_to_sglang_distributed(
-            rollout_engines=self._engines, buffer_size_bytes=BUCKET_BYTES, target_precision=self._precision
+            rollout_engines=self._engines,
+            buffer_size_bytes=BUCKET_BYTES,
+            target_precision=self._precision,
+            ticket=ticket,
         )
         return dict(self._engines[0].received) if self._engines else {}
 

@@ -13,9 +13,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.distributed.weight_transfer.errors import ManifestError
-from nemo_rl.models.policy.export import clean_name, dtensor_params_generator
+from nemo_rl.models.policy.export import dtensor_params_generator
 from nemo_rl.models.policy.export_plan import ExportPlan
 from nemo_rl.models.policy.hf_folder import export_hf
+from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.parallelize import ShardOptions, load_sharded_model
 
 CONFIGS = {

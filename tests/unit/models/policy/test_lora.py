@@ -149,6 +149,7 @@ def test_two_refits_with_different_adapters(world_size: int, runs: Runs, folder:
     assert bits(whole[f"{ONE}.weight"]) != bits(merged_alone[f"{ONE}.weight"])
     assert all(torch.equal(payload[f"{ONE}.weight"], merged_alone[f"{ONE}.weight"]) for payload in later)
     assert len(later) == lora_cases.NUM_REFITS - 2
+    assert all(rank["one"]["is_state_kept"] for rank in runs[world_size])
     for key in saved.keys() - {f"{ONE}.weight"}:
         assert bits(whole[key]) == bits(saved[key].to(torch.bfloat16)), key
 
