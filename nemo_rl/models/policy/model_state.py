@@ -73,6 +73,7 @@ class ModelState:
     def _look(self) -> None:
         modules = list(self._model.modules())
         self._members = [members for one in modules for members in (one._modules, one._parameters, one._buffers)]
+        # These change in place: a container that loses a module deletes it in the dictionary that it then replaces.
         self._entries = [(members, *item) for members in self._members for item in members.items()]
         same: dict[torch.Size, torch.Size] = {}
         held = [value for *_, value in self._entries if isinstance(value, torch.Tensor)]
