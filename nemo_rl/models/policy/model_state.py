@@ -30,7 +30,7 @@ def clean_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class ModelState:
-    """Walking a model for its names takes longer than gathering a bucket, so it is done once: see `is_current`.
+    """Walking a model for its names takes longer than gathering a bucket, so it is done once: see `is_of`.
 
     What is kept are the tensors themselves, so an optimizer's step shows in them.
     """
@@ -41,8 +41,10 @@ class ModelState:
         self._checked: ExportPlan | None = None
         self._look()
 
-    def is_current(self) -> bool:
-        """Whether every module, parameter and buffer of the model is the same object at the same place in the same shape."""
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether `model` is the one, and every module, parameter and buffer of it is the same object at the same place in the same shape."""
+        if model is not self._model:
+            return False
         # Plain loops: what takes the time is memory that is touched once.
         for members, name, value in self._entries:
             if members.get(name, _ABSENT) is not value:

@@ -352,7 +352,7 @@ class DTensorPolicyWorkerV2:
         return self.export_plan.without(state.frozen_names()) if self._engines_hold_frozen else self.export_plan
 
     def _current_state(self) -> ModelState:
-        if self._state is None or not self._state.is_current():
+        if self._state is None or not self._state.is_of(self.model):
             self._state = ModelState(self.model)
         return self._state
 

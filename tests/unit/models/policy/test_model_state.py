@@ -48,7 +48,7 @@ def test_a_training_step_leaves_it_current_and_shows_in_its_tensors(known: Known
     model, plan, state = known
     before = {name: tensor.clone() for name, tensor in dtensor_params_generator(model, plan, state=state)}
     train(model)
-    assert state.is_current()
+    assert state.is_of(model)
     fresh = clean_state(model)
     assert state.tensors(plan).keys() == fresh.keys()
     assert all(tensor is fresh[name] for name, tensor in state.tensors(plan).items())
@@ -124,25 +124,30 @@ def test_a_change_is_noticed_and_what_the_plan_does_not_hold_is_refused(
     change: Callable[[PreTrainedModel], object], says: str | None, known: Known
 ) -> None:
     model, plan, state = known
-    assert state.is_current()
+    assert state.is_of(model)
     change(model)
-    assert not state.is_current()
+    assert not state.is_of(model)
     anew = ModelState(model)
     if says is None:
         fresh = clean_state(model)
         assert all(tensor is fresh[name] for name, tensor in anew.tensors(plan).items())
-        assert anew.is_current()
+        assert anew.is_of(model)
         return
     for _ in range(2):  # a refusal is not forgotten
         with pytest.raises(ManifestError, match=says):
             next(dtensor_params_generator(model, plan, state=anew))
 
 
+def test_another_model_of_the_same_form_is_another(known: Known, folder: str, mesh: DeviceMesh) -> None:
+    _, _, state = known
+    assert not state.is_of(load_sharded_model(folder, mesh, ShardOptions(compute_dtype=torch.float32))[0])
+
+
 def test_what_is_frozen_is_asked_each_time(known: Known) -> None:
     model, plan, state = known
     assert state.frozen_names() == frozenset()
     model.model.norm.requires_grad_(False)
-    assert state.is_current()
+    assert state.is_of(model)
     assert state.frozen_names() == {"model.norm.weight"}
     part = plan.without(state.frozen_names())
     assert {spec.name for spec in part.manifest.specs} == {spec.name for spec in plan.manifest.specs} - {
@@ -170,9 +175,9 @@ def test_gathered_weights_are_resharded_before_they_are_remembered(known: Known)
     for _ in range(2):  # FSDP2 takes its gathered parameters again: the second time they are known ones
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert not state.is_current()
+        assert not state.is_of(model)
         state = ModelState(model)
         values = state.tensors(plan)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert all(values[name] is parameter for name, parameter in model.named_parameters())
-        assert state.is_current()
+        assert state.is_of(model)
