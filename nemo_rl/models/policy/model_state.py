@@ -46,13 +46,18 @@ class ModelState:
         if model is not self._model:
             return False
         # Plain loops: what takes the time is memory that is touched once.
+        for one, modules, parameters, buffers in self._modules:
+            if one._modules is not modules or one._parameters is not parameters or one._buffers is not buffers:
+                return False
         for members, name, value in self._entries:
             if members.get(name, _ABSENT) is not value:
                 return False
         for tensor, shape in self._shapes:
             if tensor.shape != shape:
                 return False
-        return sum(map(len, self._members)) == len(self._entries) and all(now == then for now, then in self._unsaved)
+        if sum(map(len, self._members)) != len(self._entries):
+            return False
+        return all(one._non_persistent_buffers_set == names for one, names in self._unsaved)
 
     def frozen_names(self) -> frozenset[str]:
         """Of the parameters that do not require a gradient now."""
@@ -74,14 +79,13 @@ class ModelState:
 
     def _look(self) -> None:
         modules = list(self._model.modules())
-        self._members = [members for one in modules for members in (one._modules, one._parameters, one._buffers)]
-        # These change in place: a container that loses a module deletes it in the dictionary that it then replaces.
+        self._modules = [(one, one._modules, one._parameters, one._buffers) for one in modules]
+        self._members = [members for _, *of_one in self._modules for members in of_one]
         self._entries = [(members, *item) for members in self._members for item in members.items()]
         same: dict[torch.Size, torch.Size] = {}
         held = [value for *_, value in self._entries if isinstance(value, torch.Tensor)]
         self._shapes = [(tensor, same.setdefault(tensor.shape, tensor.shape)) for tensor in held]
-        unsaved = [one._non_persistent_buffers_set for one in modules if one._buffers]
-        self._unsaved = [(names, frozenset(names)) for names in unsaved]
+        self._unsaved = [(one, frozenset(one._non_persistent_buffers_set)) for one in modules if one._buffers]
         named = self._model.named_parameters(remove_duplicate=False)
         self._parameters = {clean_name(name): parameter for name, parameter in named}
 

@@ -77,6 +77,12 @@ def rename_module(model: Any) -> None:
     del mlp.up_proj
 
 
+def replace_dictionary(model: Any) -> None:
+    """As a module does that is given another's state."""
+    norm = model.model.norm
+    norm.__setstate__(norm.__dict__ | {"_parameters": {"weight": torch.nn.Parameter(torch.ones(32))}})
+
+
 def replace_module(model: Any) -> None:
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 64, bias=False)
 
@@ -108,6 +114,7 @@ def reshape_parameter(model: Any) -> None:
         (replace_parameter, None),
         (rename_parameter, "gone are none; new are model.layers.0.mlp.up_proj.scale"),
         (rename_module, "gone are model.layers.0.mlp.up_proj.weight; new are model.layers.0.mlp.up.weight"),
+        (replace_dictionary, None),
         (replace_module, None),
         (remove_module, "gone are model.layers.1.input_layernorm.weight"),
         (wrap_module, None),
