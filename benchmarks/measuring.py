@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.distributed.weight_transfer.buckets import (
     NUM_BUFFERS,
     BucketHeader,
-    BucketLayout,
     FlatBuffers,
     NamedTensor,
     bucket_layouts,
@@ -21,11 +20,14 @@ from nemo_rl.distributed.weight_transfer.buckets import (
     iter_named_tensor_buckets,
     make_header,
 )
+from nemo_rl.distributed.weight_transfer.manifest import TensorSpec
 from nemo_rl.distributed.weight_transfer.process_group import WeightUpdateGroup, event_now
 from nemo_rl.distributed.weight_transfer.receiver import Receiver
 from nemo_rl.distributed.weight_transfer.sender import RefitStats
 from nemo_rl.distributed.weight_transfer.timeline import Timeline
+from nemo_rl.models.policy.conversions import TensorGroup
 from nemo_rl.models.policy.export import dtensor_params_generator
+from nemo_rl.models.policy.export_plan import ExportPlan, is_plain
 from nemo_rl.models.policy.model_state import clean_name
 from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 
@@ -140,9 +142,8 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
     def extra_bytes(self, bucket_bytes: int) -> tuple[int, int]:
         """The most of the GPU's memory since `start_peak` beyond what was taken then; and `bound_bytes`."""
         self._wait_for_device()
-        layouts = bucket_layouts(self.refit_plan().manifest, bucket_bytes)
         extra = torch.cuda.max_memory_allocated(self.device) - self._start_bytes
-        return extra, bound_bytes(layouts, dist.get_rank())
+        return extra, bound_bytes(self.refit_plan(), bucket_bytes, dist.get_rank())
 
     def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
         state = self._current_state()
@@ -189,14 +190,28 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
             torch.cuda.synchronize(self.device)
 
 
-def bound_bytes(layouts: Sequence[BucketLayout], rank: int) -> int:
+def bound_bytes(plan: ExportPlan, bucket_bytes: int, rank: int) -> int:
     """What a refit may take beyond the shards: two buckets and the largest tensor on rank 0, one bucket on others.
 
-    A bucket counts as large as the largest that was made: a tensor larger than `bucket_bytes` has one of its own.
+    A bucket counts as large as the largest that is made: a tensor larger than `bucket_bytes` has one of its own. Where
+    tensors are converted, as a layer's experts are, rank 0 also holds what they are made of, as many as the largest tensor
+    has room for or one group, and what is made of one. With an adapter that is made in float32: the weight and what is added.
     """
+    layouts = bucket_layouts(plan.manifest, bucket_bytes)
     bucket = max(layout.num_bytes for layout in layouts)
-    largest = max(spec.num_bytes for layout in layouts for spec in layout.specs)
-    return min(NUM_BUFFERS, len(layouts)) * bucket + largest if rank == 0 else bucket
+    if rank != 0:
+        return bucket
+    largest = plan.manifest.largest_bytes
+    converted = max((_converted_bytes(plan, group, specs) for group, specs in plan.parts()), default=0)
+    beside = max(largest, converted) + converted if converted else 0
+    return min(NUM_BUFFERS, len(layouts)) * bucket + largest + beside
+
+
+def _converted_bytes(plan: ExportPlan, group: TensorGroup, specs: Sequence[TensorSpec]) -> int:
+    """Of what a group is made of; 0: it is gathered where it belongs."""
+    if any(source in plan.updates for source in group.sources):
+        return sum(spec.num_values for spec in specs) * 2 * torch.float32.itemsize
+    return 0 if is_plain(group, specs) else sum(spec.num_bytes for spec in specs)
 
 
 def _full_tensor(value: torch.Tensor) -> torch.Tensor:
