@@ -37,7 +37,7 @@ class ModelState:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._tensors: dict[str, torch.Tensor] | None = None
+        self._tensors = clean_state(model)
         self._checked: ExportPlan | None = None
         self._look()
 
@@ -59,9 +59,9 @@ class ModelState:
             return False
         return all(one._non_persistent_buffers_set == names for one, names in self._unsaved)
 
-    def frozen_names(self) -> frozenset[str]:
-        """Of the parameters that do not require a gradient now."""
-        return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters that do not require a gradient now."""
+        return {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
 
     def tensors(self, plan: ExportPlan) -> Mapping[str, torch.Tensor]:
         """`clean_state`, of which the plan is known to be.
@@ -69,9 +69,6 @@ class ModelState:
         Raises:
             ManifestError: it is not.
         """
-        if self._tensors is None:
-            self._tensors = clean_state(self._model)
-            self._look()  # again: gathered parameters were other objects
         if self._checked is not plan:
             _check_sources(type(self._model).__name__, self._tensors, self._parameters, plan)
             self._checked = plan
@@ -80,7 +77,7 @@ class ModelState:
     def _look(self) -> None:
         modules = list(self._model.modules())
         self._modules = [(one, one._modules, one._parameters, one._buffers) for one in modules]
-        self._members = [members for _, *of_one in self._modules for members in of_one]
+        self._members = [members for one in modules for members in (one._modules, one._parameters, one._buffers)]
         self._entries = [(members, *item) for members in self._members for item in members.items()]
         same: dict[torch.Size, torch.Size] = {}
         held = [value for *_, value in self._entries if isinstance(value, torch.Tensor)]
