@@ -48,7 +48,7 @@ class WeightUpdateGroup:
     def __init__(self, *, name: str, backend: str, master_address: str, world_size: int, deadline: Deadline) -> None:
         """Open the group's store, on a free port of the system's choice."""
         timeout = timedelta(seconds=deadline.require("weight-update group"))
-        self._store: TCPStore | None = _open_store(master_address, timeout)
+        self._store: TCPStore | None = open_store(master_address, timeout)
         self.spec = GroupSpec(name, backend, master_address, self._store.port, world_size)
         self._forming: Future[DeviceBackend] | None = None
         self._sending: Future[None] | None = None
@@ -141,17 +141,25 @@ def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _open_store(address: str, timeout: timedelta) -> TCPStore:
-    """Listens at this address alone; left to itself it would at every address of the machine."""
+def open_store(address: str, timeout: timedelta, *, port: int = 0, world_size: int | None = None) -> TCPStore:
+    """A store that listens at this address alone; left to itself it would at every address of the machine.
+
+    Then any connection from the same port of another address would be in its way, too.
+
+    Args:
+        port: 0: a free one.
+        world_size: wait for so many ranks; None: for none.
+    """
     host = resolve_host(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        port = listener.getsockname()[1]
+    with socket.create_server((host, port), family=family) as listener:
+        number = listener.getsockname()[1]
         return TCPStore(
             host_name=host,
-            port=port,
+            port=number,
+            world_size=world_size,
             is_master=True,
-            wait_for_workers=False,
+            wait_for_workers=world_size is not None,
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )

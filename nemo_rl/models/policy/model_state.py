@@ -37,7 +37,7 @@ class ModelState:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._tensors: dict[str, torch.Tensor] | None = None
+        self._tensors = clean_state(model)
         self._checked: ExportPlan | None = None
         self._look()
 
@@ -46,17 +46,22 @@ class ModelState:
         if model is not self._model:
             return False
         # Plain loops: what takes the time is memory that is touched once.
+        for one, modules, parameters, buffers in self._modules:
+            if one._modules is not modules or one._parameters is not parameters or one._buffers is not buffers:
+                return False
         for members, name, value in self._entries:
             if members.get(name, _ABSENT) is not value:
                 return False
         for tensor, shape in self._shapes:
             if tensor.shape != shape:
                 return False
-        return sum(map(len, self._members)) == len(self._entries) and all(now == then for now, then in self._unsaved)
+        if sum(map(len, self._members)) != len(self._entries):
+            return False
+        return all(one._non_persistent_buffers_set == names for one, names in self._unsaved)
 
-    def frozen_names(self) -> frozenset[str]:
-        """Of the parameters that do not require a gradient now."""
-        return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters that do not require a gradient now."""
+        return {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
 
     def tensors(self, plan: ExportPlan) -> Mapping[str, torch.Tensor]:
         """`clean_state`, of which the plan is known to be.
@@ -64,9 +69,6 @@ class ModelState:
         Raises:
             ManifestError: it is not.
         """
-        if self._tensors is None:
-            self._tensors = clean_state(self._model)
-            self._look()  # again: gathered parameters were other objects
         if self._checked is not plan:
             _check_sources(type(self._model).__name__, self._tensors, self._parameters, plan)
             self._checked = plan
@@ -74,14 +76,13 @@ class ModelState:
 
     def _look(self) -> None:
         modules = list(self._model.modules())
+        self._modules = [(one, one._modules, one._parameters, one._buffers) for one in modules]
         self._members = [members for one in modules for members in (one._modules, one._parameters, one._buffers)]
-        # These change in place: a container that loses a module deletes it in the dictionary that it then replaces.
         self._entries = [(members, *item) for members in self._members for item in members.items()]
         same: dict[torch.Size, torch.Size] = {}
         held = [value for *_, value in self._entries if isinstance(value, torch.Tensor)]
         self._shapes = [(tensor, same.setdefault(tensor.shape, tensor.shape)) for tensor in held]
-        unsaved = [one._non_persistent_buffers_set for one in modules if one._buffers]
-        self._unsaved = [(names, frozenset(names)) for names in unsaved]
+        self._unsaved = [(one, frozenset(one._non_persistent_buffers_set)) for one in modules if one._buffers]
         named = self._model.named_parameters(remove_duplicate=False)
         self._parameters = {clean_name(name): parameter for name, parameter in named}
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed.weight_transfer.process_group import open_store
 from nemo_rl.utils.network import check_interfaces
 
 PRECISION_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -31,7 +32,10 @@ def init_process_group(
     """
     check_interfaces(os.environ)
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+    if rank == 0:
+        store = open_store(master_addr, timeout, port=master_port, world_size=world_size)
+    else:
+        store = dist.TCPStore(master_addr, master_port, world_size, is_master=False, timeout=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -31,7 +31,8 @@ def lora_worker(tmp_path: Path) -> MeasuringWorker:
     worker = object.__new__(MeasuringWorker)
     worker.model = model
     worker.export_plan = replace(make_export_plan(twin, read_headers(folder), torch.bfloat16), updates=updates)
-    worker._engines_hold_frozen, worker._state = True, None
+    worker._state = None
+    worker._held = worker._current_state().frozen()
     return worker
 
 

@@ -114,8 +114,8 @@ class DTensorPolicyWorkerV2:
         """Of the last refit."""
         self._prepared: tuple[tuple[str, int, bool], RefitWalk] | None = None
         """And what it is for: ticket, bucket size in bytes, negated."""
-        self._engines_hold_frozen = False
-        """Whether every engine of the group has had all weights, those that training leaves alone too."""
+        self._held: Mapping[str, torch.nn.Parameter] = {}
+        """What was frozen when every engine of the group got all weights: they have its values."""
         self.tokenizer_folder = tokenizer_folder
         self.model_folder = model_folder
         self.device = resolve_device(device, own_gpu(os.environ, assigned_gpus()))
@@ -176,6 +176,7 @@ class DTensorPolicyWorkerV2:
                 f"policy.train_global_batch_size: got {data.size} samples on a rank; allowed multiples of {num_rows}"
             )
         self._prepared = None
+        self._held = {name: one for name, one in self._held.items() if not one.requires_grad}
         return mean_result([self._train_step(part, loss_fn) for part in data.make_microbatch_iterator(num_rows)])
 
     def export_hf(self, folder: str) -> None:
@@ -230,7 +231,7 @@ class DTensorPolicyWorkerV2:
                 deadline=deadline,
             )
 
-        self._engines_hold_frozen, self._prepared = False, None
+        self._held, self._prepared = {}, None
         self._update_group = on_rank0(connect, self._exchange, deadline)
 
     def prepare_weight_update(self, *, ticket: str, buffer_size_bytes: int, limit_s: float | None = None) -> None:
@@ -277,7 +278,7 @@ class DTensorPolicyWorkerV2:
         else:
             del prepared
             walk = self._begin_refit(buffer_size_bytes, self._deadline(limit_s), negated=negated)
-        self._engines_hold_frozen = False
+        self._held = {}
         group, manifest, deadline = self._update_group, walk.manifest, walk.deadline
         sender = BucketSender(rollout_engines, group, manifest, deadline, walk.timeline) if group is not None else None
         try:
@@ -291,7 +292,8 @@ class DTensorPolicyWorkerV2:
         except TransferError:
             self._update_group = self._buffers = None
             raise
-        self._engines_hold_frozen = not negated
+        if self._state is not None and not negated:
+            self._held = self._state.frozen()
         return stats
 
     def disconnect_sglang_rollout_engines_distributed(self, *, limit_s: float | None = None) -> None:
@@ -345,11 +347,12 @@ class DTensorPolicyWorkerV2:
         return buffers
 
     def refit_plan(self) -> ExportPlan:
-        """Of the next refit: once the engines hold all weights, without what is made of frozen ones alone."""
+        """Of the next refit: without what is made alone of parameters that are frozen and that the engines hold."""
         return self._plan_of(self._current_state())
 
     def _plan_of(self, state: ModelState) -> ExportPlan:
-        return self.export_plan.without(state.frozen_names()) if self._engines_hold_frozen else self.export_plan
+        # What was frozen since, or is another object, may have other values than the engines.
+        return self.export_plan.without({name for name, one in state.frozen().items() if self._held.get(name) is one})
 
     def _current_state(self) -> ModelState:
         if self._state is None or not self._state.is_of(self.model):

@@ -1,5 +1,9 @@
 """What is refused before a group is made."""
 
+import errno
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
 from gloo_engine import GlooEngine
@@ -7,6 +11,7 @@ from gloo_engine import GlooEngine
 from nemo_rl.distributed.weight_transfer.deadline import Deadline
 from nemo_rl.distributed.weight_transfer.errors import TransferError
 from nemo_rl.distributed.weight_transfer.preflight import check_ends, shared_environment
+from nemo_rl.distributed.weight_transfer.process_group import open_store
 from nemo_rl.distributed.weight_transfer.rollout_engines import connect_rollout_engines_from_distributed
 from nemo_rl.models.generation.sglang.server_args import build_environment
 from nemo_rl.models.policy.utils import init_process_group
@@ -87,3 +92,13 @@ def test_an_interface_that_a_trainer_rank_lacks_is_told_before_gloo_fails_on_it(
             master_port=0,
             timeout_s=5.0,
         )
+
+
+def test_a_connection_from_the_port_at_another_address_does_not_keep_the_trainers_from_theirs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
+        port = other.getsockname()[1]
+        store = open_store("127.0.0.2", timedelta(seconds=5), port=port, world_size=1)
+        store.set("key", "value")
+        assert (store.port, store.get("key")) == (port, b"value")
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.3", port)) == errno.ECONNREFUSED

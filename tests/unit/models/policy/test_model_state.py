@@ -77,6 +77,12 @@ def rename_module(model: Any) -> None:
     del mlp.up_proj
 
 
+def replace_dictionary(model: Any) -> None:
+    """As a module does that is given another's state."""
+    norm = model.model.norm
+    norm.__setstate__(norm.__dict__ | {"_parameters": {"weight": torch.nn.Parameter(torch.ones(32))}})
+
+
 def replace_module(model: Any) -> None:
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 64, bias=False)
 
@@ -108,6 +114,7 @@ def reshape_parameter(model: Any) -> None:
         (replace_parameter, None),
         (rename_parameter, "gone are none; new are model.layers.0.mlp.up_proj.scale"),
         (rename_module, "gone are model.layers.0.mlp.up_proj.weight; new are model.layers.0.mlp.up.weight"),
+        (replace_dictionary, None),
         (replace_module, None),
         (remove_module, "gone are model.layers.1.input_layernorm.weight"),
         (wrap_module, None),
@@ -145,11 +152,11 @@ def test_another_model_of_the_same_form_is_another(known: Known, folder: str, me
 
 def test_what_is_frozen_is_asked_each_time(known: Known) -> None:
     model, plan, state = known
-    assert state.frozen_names() == frozenset()
+    assert state.frozen() == {}
     model.model.norm.requires_grad_(False)
     assert state.is_of(model)
-    assert state.frozen_names() == {"model.norm.weight"}
-    part = plan.without(state.frozen_names())
+    assert state.frozen() == {"model.norm.weight": model.model.norm.weight}
+    part = plan.without(state.frozen())
     assert {spec.name for spec in part.manifest.specs} == {spec.name for spec in plan.manifest.specs} - {
         "model.norm.weight"
     }
@@ -181,3 +188,11 @@ def test_gathered_weights_are_resharded_before_they_are_remembered(known: Known)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert all(values[name] is parameter for name, parameter in model.named_parameters())
         assert state.is_of(model)
+
+
+def test_what_is_frozen_is_told_by_shards(known: Known) -> None:
+    model, _, _ = known
+    model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    model.model.norm.requires_grad_(False)  # of the gathered copy: the shard is trained on
+    assert ModelState(model).frozen() == {}
+    assert model.model.norm.weight.requires_grad

@@ -7,7 +7,7 @@ from typing import Any
 import policy_cases as cases
 import pytest
 import torch
-from lora_cases import BUCKET_BYTES, Refits
+from lora_cases import BUCKET_BYTES, Refits, whole
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -38,6 +38,15 @@ def run(worker: DTensorPolicyWorkerV2, rank: int) -> dict[str, Any]:
         worker.get_logprobs(part)
         worker.train(part, cases.WeightedLoss())
     norm: Any = worker.model.model.norm
+    norm.requires_grad_(False)
+    value = whole(norm.weight)  # moved since the last refit
+    frozen = {"value": value, "payloads": [refits.next(), refits.next()]}
+    norm.requires_grad_(True)
+    worker.train(part, cases.WeightedLoss())
+    norm.requires_grad_(False)
+    frozen["payloads"].append(refits.next())
+    norm.weight = torch.nn.Parameter(norm.weight.detach() + 1, requires_grad=False)
+    frozen["payloads"].append(refits.next())
     norm.scale = norm.weight
     del norm.weight
     errors = []
@@ -49,7 +58,8 @@ def run(worker: DTensorPolicyWorkerV2, rank: int) -> dict[str, Any]:
         errors.append(error.value.what)
         refits = Refits(worker, rank)
     worker.disconnect_sglang_rollout_engines_distributed()
-    return {"payloads": payloads, "num_states": len({id(state) for state in states}), "errors": errors}
+    num_states = len({id(state) for state in states})
+    return {"payloads": payloads, "num_states": num_states, "errors": errors, "frozen": frozen}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +108,16 @@ def test_every_refit_of_a_worker_sends_what_a_plain_model_holds_by_then(name: st
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probs_and_training_leave_the_state_of_a_worker_current(name: str, folder: Path) -> None:
     assert [seen(folder, name, rank)["num_states"] for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_frozen_after_a_step_or_replaced_travels_once_more(name: str, folder: Path) -> None:
+    frozen = seen(folder, name, 0)["frozen"]
+    moved, still, moved_again, replaced = (payload.get("model.norm.weight") for payload in frozen["payloads"])
+    assert torch.equal(moved, frozen["value"])
+    assert still is None
+    assert not torch.equal(moved_again, moved)
+    assert torch.equal(replaced, moved_again + 1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

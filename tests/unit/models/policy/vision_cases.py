@@ -78,7 +78,7 @@ def train_vision_case(case: VisionCase, rank: int, world_size: int) -> dict[str,
         "weights": {
             name: tensor.clone() for name, tensor in dtensor_params_generator(worker.model, worker.export_plan)
         },
-        "frozen_names": worker._current_state().frozen_names(),
+        "frozen_names": set(worker._current_state().frozen()),
         "num_optimized": sum(len(group["params"]) for group in worker.optimizer.param_groups),
         "num_of_tower": len(list(find_vision_tower(worker.model).parameters())),
         "num_parameters": len(list(worker.model.parameters())),
