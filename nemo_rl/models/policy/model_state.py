@@ -39,10 +39,19 @@ class ModelState:
         self._model = model
         self._tensors = clean_state(model)
         self._checked: ExportPlan | None = None
-        self._look()
+        modules = list(model.modules())
+        self._modules = [(one, one._modules, one._parameters, one._buffers) for one in modules]
+        self._members = [members for one in modules for members in (one._modules, one._parameters, one._buffers)]
+        self._entries = [(members, *item) for members in self._members for item in members.items()]
+        same: dict[torch.Size, torch.Size] = {}
+        tensors = [value for *_, value in self._entries if isinstance(value, torch.Tensor)]
+        self._shapes = [(tensor, same.setdefault(tensor.shape, tensor.shape)) for tensor in tensors]
+        self._unsaved = [(one, frozenset(one._non_persistent_buffers_set)) for one in modules if one._buffers]
+        named = model.named_parameters(remove_duplicate=False)
+        self._parameters = {clean_name(name): parameter for name, parameter in named}
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        """Whether `model` is the one, and every module, parameter and buffer of it is the same object at the same place in the same shape."""
+        """Whether `model` is the one, and all that it holds is the same objects at the same places in the same shapes."""
         if model is not self._model:
             return False
         # Plain loops: what takes the time is memory that is touched once.
@@ -73,18 +82,6 @@ class ModelState:
             _check_sources(type(self._model).__name__, self._tensors, self._parameters, plan)
             self._checked = plan
         return self._tensors
-
-    def _look(self) -> None:
-        modules = list(self._model.modules())
-        self._modules = [(one, one._modules, one._parameters, one._buffers) for one in modules]
-        self._members = [members for one in modules for members in (one._modules, one._parameters, one._buffers)]
-        self._entries = [(members, *item) for members in self._members for item in members.items()]
-        same: dict[torch.Size, torch.Size] = {}
-        held = [value for *_, value in self._entries if isinstance(value, torch.Tensor)]
-        self._shapes = [(tensor, same.setdefault(tensor.shape, tensor.shape)) for tensor in held]
-        self._unsaved = [(one, frozenset(one._non_persistent_buffers_set)) for one in modules if one._buffers]
-        named = self._model.named_parameters(remove_duplicate=False)
-        self._parameters = {clean_name(name): parameter for name, parameter in named}
 
 
 def _check_sources(
