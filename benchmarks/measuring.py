@@ -146,15 +146,14 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         return extra, bound_bytes(self.refit_plan(), bucket_bytes, dist.get_rank())
 
     def _gathered(self, bucket_bytes: int, timeline: Timeline) -> Iterator[list[NamedTensor]]:
-        state = self._current_state()
-        plan = self._plan_of(state)
+        plan = self.refit_plan()
         layouts = bucket_layouts(plan.manifest, bucket_bytes)
         if dist.get_rank() == 0 and (self._buffers is None or not self._buffers.fit(layouts)):
             self._buffers = FlatBuffers(layouts, self.device)
         tensors = dtensor_params_generator(
             self.model,
             plan,
-            state=state,
+            state=self._state,
             layouts=layouts,
             buffers=self._buffers,
             device=self.device,
@@ -168,7 +167,7 @@ class MeasuringWorker(DTensorPolicyWorkerV2):
         """Every tensor on every rank, one gather each; with LoRA three, since adapters are merged in float32."""
         plan = self.refit_plan()
         state = {clean_name(name): value for name, value in self.model.state_dict().items()}
-        for group, specs in plan.parts():
+        for group, specs in plan.parts:
             dtype = max((spec.dtype for spec in specs), key=lambda dtype: dtype.itemsize)
             with torch.no_grad():
                 whole = {name: self._whole(state, name, dtype) for name in group.sources}
@@ -202,7 +201,7 @@ def bound_bytes(plan: ExportPlan, bucket_bytes: int, rank: int) -> int:
     if rank != 0:
         return bucket
     largest = plan.manifest.largest_bytes
-    converted = max((_converted_bytes(plan, group, specs) for group, specs in plan.parts()), default=0)
+    converted = max((_converted_bytes(plan, group, specs) for group, specs in plan.parts), default=0)
     beside = max(largest, converted) + converted if converted else 0
     return min(NUM_BUFFERS, len(layouts)) * bucket + largest + beside
 

@@ -34,9 +34,10 @@ def dtensor_params_generator(
     """Yield each tensor of the manifest once, in its order: (checkpoint name, whole contiguous tensor).
 
     Collective: every rank must walk it all. Rank 0 has the tensors, one bucket at a time, as parts of a flat buffer; other
-    ranks get them on meta, and so does rank 0 from a failure on, so that the walk goes on at one pace. Beside the buffers rank 0 holds a message as large as the largest tensor at most, or the
-    tensors of one layer that a conversion needs together, such as its stack of experts. A weight with an adapter is
-    gathered in float32, and with what is added to it takes eight bytes per element.
+    ranks get them on meta, and so does rank 0 from a failure on, so that the walk goes on at one pace. Beside the buffers
+    rank 0 holds a message as large as the largest tensor at most, or the tensors of one layer that a conversion needs
+    together, such as its stack of experts. A weight with an adapter is gathered in float32, and with what is added to it
+    takes eight bytes per element.
 
     Args:
         state: of the model as it is now; None: looked up.
@@ -91,7 +92,7 @@ class _BucketMaker:
         self._updates = plan.updates
         self._device = device
         self._negated = negated
-        self._due = deque(plan.parts())
+        self._due = deque(plan.parts)
         self._message_bytes = plan.manifest.largest_bytes
         self._converted: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
         """Of a group that goes on in the next bucket."""

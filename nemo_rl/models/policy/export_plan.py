@@ -62,9 +62,10 @@ class ExportPlan:
     updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
     """Of sources that have an adapter."""
 
-    def parts(self) -> Sequence[tuple[TensorGroup, list[TensorSpec]]]:
+    @cached_property
+    def parts(self) -> tuple[tuple[TensorGroup, list[TensorSpec]], ...]:
         """Each group with what it becomes, in the order of the manifest."""
-        return self._parts
+        return tuple(zip(self.groups, self.manifest.by_sources(), strict=True))
 
     def without(self, frozen: Collection[str]) -> "ExportPlan":
         """What is made of other parameters too, of buffers, or with adapters; and what engines join with it, since half is
@@ -76,15 +77,11 @@ class ExportPlan:
         return self._without[names]
 
     @cached_property
-    def _parts(self) -> tuple[tuple[TensorGroup, list[TensorSpec]], ...]:
-        return tuple(zip(self.groups, self.manifest.by_sources(), strict=True))
-
-    @cached_property
     def _without(self) -> dict[frozenset[str], "ExportPlan"]:
         return {}
 
     def _made_without(self, frozen: frozenset[str]) -> "ExportPlan":
-        pairs = self.parts()
+        pairs = self.parts
         moves = [not set(group.sources) <= frozen - self.updates.keys() for group, _ in pairs]
         joins = {
             join_of(spec.name) for (_, specs), moving in zip(pairs, moves, strict=True) if moving for spec in specs

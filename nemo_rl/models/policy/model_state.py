@@ -92,7 +92,7 @@ def _check_sources(
         raise ManifestError(f"{model} has weights that were tied at set-up and are not: {listed(parted)}")
     reshaped = [
         f"{group.sources[0]} {list(state[group.sources[0]].shape)}, {specs[0].describe()}"
-        for group, specs in plan.parts()
+        for group, specs in plan.parts
         if is_plain(group, specs) and group.sources[0] in state and state[group.sources[0]].shape != specs[0].shape
     ]
     if reshaped:

@@ -111,7 +111,7 @@ class DTensorPolicyWorkerV2:
         self._update_group: WeightUpdateGroup | None = None
         self._buffers: FlatBuffers | None = None
         self._state: ModelState | None = None
-        """Of the last refit."""
+        """That `refit_plan` has last found to be the model's."""
         self._prepared: tuple[tuple[str, int, bool], RefitWalk] | None = None
         """And what it is for: ticket, bucket size in bytes, negated."""
         self._held: Mapping[str, torch.nn.Parameter] = {}
@@ -316,15 +316,14 @@ class DTensorPolicyWorkerV2:
 
     def _begin_refit(self, buffer_size_bytes: int, deadline: Deadline, *, negated: bool) -> RefitWalk:
         """Up to the first bucket. Raises TransferError on every rank; what a gather raises, the walk raises."""
-        state = self._current_state()
-        plan = self._plan_of(state)
+        plan = self.refit_plan()
         layouts = bucket_layouts(plan.manifest, buffer_size_bytes)
         buffers = on_rank0(lambda: self._refit_buffers(layouts), self._exchange, deadline)
         timeline = Timeline(self.device)
         tensors = dtensor_params_generator(
             self.model,
             plan,
-            state=state,
+            state=self._state,
             layouts=layouts,
             buffers=buffers,
             device=self.device,
@@ -348,11 +347,9 @@ class DTensorPolicyWorkerV2:
 
     def refit_plan(self) -> ExportPlan:
         """Of the next refit: without what is made alone of parameters that are frozen and that the engines hold."""
-        return self._plan_of(self._current_state())
-
-    def _plan_of(self, state: ModelState) -> ExportPlan:
+        frozen = self._current_state().frozen()
         # What was frozen since, or is another object, may have other values than the engines.
-        return self.export_plan.without({name for name, one in state.frozen().items() if self._held.get(name) is one})
+        return self.export_plan.without({name for name, one in frozen.items() if self._held.get(name) is one})
 
     def _current_state(self) -> ModelState:
         if self._state is None or not self._state.is_of(self.model):
