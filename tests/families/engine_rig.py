@@ -252,7 +252,7 @@ def ask(family: Family, generation: SGLangGeneration) -> dict[str, Any]:
     if not family.generates:
         return {}
     pictures = {"text": None} | ({"image": make_picture(0)} if family.image_prompt else {})
-    url = generation.rollout_engines[0].name.rpartition(" ")[2]
+    url = generation.rollout_engines[0].control.url
     answers = {}
     for kind, picture in pictures.items():
         response = httpx.post(

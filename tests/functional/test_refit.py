@@ -141,7 +141,7 @@ def test_samples_report_the_version_of_the_refit(stack: Participants) -> None:
 
 
 def generate_raw(stack: Participants, ids: list[int], **parameters: Any) -> dict[str, Any]:
-    return generate_at(stack, stack.generation.rollout_engines[0].name.rpartition(" ")[2], ids, **parameters)
+    return generate_at(stack, stack.generation.rollout_engines[0].control.url, ids, **parameters)
 
 
 def generate_at(stack: Participants, url: str, ids: list[int], **parameters: Any) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_a_refit_amid_long_generations(stack: Participants, monkeypatch: pytest.
 
 
 def wait_until_running(stack: Participants, num: int) -> None:
-    url = stack.generation.rollout_engines[0].name.rpartition(" ")[2]
+    url = stack.generation.rollout_engines[0].control.url
     for _ in range(200):
         loads = httpx.get(
             f"{url}/v1/loads",
@@ -217,7 +217,7 @@ def test_a_refused_bucket_fails_on_every_rank_and_the_engine_is_not_used_again(s
     assert stack.synchronizer.metrics()["refit/weight_version"] == version
     assert engine.control.weight_version() == str(version)
     blocked = threading.Event()
-    url = engine.name.rpartition(" ")[2]
+    url = engine.control.url
     thread = threading.Thread(target=lambda: (generate_at(stack, url, [5] * 8), blocked.set()), daemon=True)
     thread.start()
     assert not blocked.wait(2.0), "generation went on after a failed refit"

@@ -21,6 +21,7 @@ from nemo_rl.distributed.weight_transfer.rollout_engines import (
     disconnect_rollout_engines_from_distributed,
 )
 from nemo_rl.distributed.weight_transfer.sender import BucketSender
+from nemo_rl.utils.threads import on_thread
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
@@ -74,15 +75,12 @@ class SlowlyToldEngine(GlooEngine):
     def announce(self, header: BucketHeader, group_name: str, timeout_s: float) -> Future[None]:
         if header.index > 0:
             return super().announce(header, group_name, timeout_s)
-        answer: Future[None] = Future()
 
         def tell() -> None:
             time.sleep(0.3)
             super(SlowlyToldEngine, self).announce(header, group_name, timeout_s).result()
-            answer.set_result(None)
 
-        threading.Thread(target=tell, daemon=True).start()
-        return answer
+        return on_thread("tell", tell)
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

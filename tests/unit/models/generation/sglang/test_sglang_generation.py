@@ -294,7 +294,7 @@ def test_nobody_gets_in_without_the_key(ray_cluster, tmp_path):
         router = generation._fleet.dispatcher.router
         keys = router._keys
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-        for url in (router.url, *(r.name.rpartition(" ")[2] for r in generation.rollout_engines)):
+        for url in (router.url, *(r.control.url for r in generation.rollout_engines)):
             assert httpx.post(f"{url}/generate", json=body).status_code == 401
             assert httpx.post(f"{url}/generate", json=body, headers=keys.headers(admin=True)).status_code == 401
             assert httpx.post(f"{url}/generate", json=body, headers=keys.headers(admin=False)).status_code == 200
